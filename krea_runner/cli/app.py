@@ -1,0 +1,71 @@
+"""The command line: which verbs there are, and how errors and exit codes look. One file a verb."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+from krea_runner import __version__
+from krea_runner.errors import ConfigError, KreaRunnerError
+
+
+def main() -> None:
+    if sys.argv[1:] in (
+        ["--version"],
+        ["-V"],
+    ):  # asked by scripts and by doctor: no need to load the command line
+        sys.stdout.write(f"krea-runner {__version__}\n")
+        return
+    try:
+        _app()()
+    except KreaRunnerError as error:
+        _fail(error)
+
+
+def _app():  # type: ignore[no-untyped-def]  # Typer is loaded here, not at the top
+    import typer
+
+    from krea_runner.cli import demo, doctor, history, resume, status, stop, submit, supervise
+
+    app = typer.Typer(
+        name="krea-runner",
+        help="Keep long Slurm training runs going: notice hangs and crashes, record them, restart from the last checkpoint.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback()
+    def options(
+        state_dir: Annotated[
+            Path | None,
+            typer.Option(
+                envvar="KREA_RUNNER_STATE_DIR",
+                help="Where the history is kept. Default: ~/.local/state/krea_runner",
+                show_default=False,
+            ),
+        ] = None,
+        version: Annotated[bool, typer.Option("--version", "-V", help="Print the version and exit.")] = False,
+    ) -> None:
+        if version:
+            typer.echo(f"krea-runner {__version__}")
+            raise typer.Exit
+        if state_dir is not None:
+            os.environ["KREA_RUNNER_STATE_DIR"] = str(state_dir.absolute())
+
+    for verb in (
+        submit.submit, supervise.supervise, status.status, history.history, stop.stop, resume.resume, doctor.doctor, demo.demo,
+    ):  # fmt: skip
+        app.command()(verb)
+    return app
+
+
+def _fail(error: KreaRunnerError) -> NoReturn:
+    lines = [f"krea-runner: error: {error}"]
+    if isinstance(error, ConfigError):
+        lines += [f"  {problem}" for problem in error.problems]
+    if error.hint:
+        lines.append(f"  {error.hint}")
+    sys.stderr.write("\n".join(lines) + "\n")
+    sys.exit(error.exit_code)

@@ -1,0 +1,49 @@
+"""krea-runner submit"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def submit(
+    run_toml: Annotated[Path, typer.Argument(metavar="RUN.TOML", help="The run's configuration.")],
+    scheduler: Annotated[
+        str | None,
+        typer.Option(help="`slurm` or `local`, instead of what the file says.", show_default=False),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script and submit nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
+) -> None:
+    """Submit a run as one gang and record it; from then on `supervise` keeps it going.
+
+    Example: krea-runner submit run.toml --dry-run
+    """
+    from krea_runner.cli import context
+    from krea_runner.cli.output import print_json
+    from krea_runner.clock import SystemClock
+    from krea_runner.config import load_run
+    from krea_runner.launch.render import render
+    from krea_runner.launch.submit import submit as submit_run
+    from krea_runner.report.words import reference
+
+    config = load_run(run_toml)
+    if scheduler is not None:
+        config = replace(config, scheduler=scheduler)
+    if dry_run:
+        typer.echo(render(config), nl=False)
+        return
+    run = submit_run(
+        config,
+        run_toml,
+        history=context.history(),
+        scheduler=context.scheduler(config.scheduler),
+        user=context.current_user(),
+        clock=SystemClock(),
+    )
+    if as_json:
+        print_json({"run": config.name, "run_id": run.run_id, "job_id": run.job_id, "run_dir": str(config.run_dir)})
+        return
+    typer.echo(f"submitted {config.name!r} as job {run.job_id} ({config.scheduler}), {config.gang.nodes} nodes")
+    typer.echo(f"  keep it going:  krea-runner supervise --every 10s      see it:  krea-runner status {reference(run)}")

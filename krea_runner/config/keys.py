@@ -1,0 +1,192 @@
+"""Every key of run.toml: one table, from which files are checked and docs/reference/run-toml.md is made."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from krea_runner.config.durations import is_slurm_time, parse_duration
+from krea_runner.model import SCHEDULERS
+
+Check = Callable[[Any], Any]
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+def text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"text in quotes is wanted, not {value!r}")
+    if _CONTROL.search(value):
+        raise ValueError(f"control characters and line breaks are not allowed: {value!r}")
+    return value
+
+
+def name(value: Any) -> str:
+    result = text(value).strip()
+    if not 0 < len(result) <= 100:
+        raise ValueError("a name has 1 to 100 characters")
+    return result
+
+
+def command(value: Any) -> tuple[str, ...] | str:
+    if isinstance(value, str) and value.strip():
+        if "\x00" in value:
+            raise ValueError("a command cannot hold a zero byte")
+        return value
+    if isinstance(value, list) and value and all(isinstance(word, str) and "\x00" not in word for word in value):
+        return tuple(value)
+    raise ValueError('a list of words is wanted, such as ["python", "train.py"], or one shell line in quotes')
+
+
+def one_of(*words: str) -> Check:
+    def check(value: Any) -> str:
+        if value not in words:
+            raise ValueError(f"one of {', '.join(map(repr, words))} is wanted, not {value!r}")
+        return str(value)
+
+    return check
+
+
+def count(least: int) -> Check:
+    def check(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"a whole number of at least {least} is wanted, not {value!r}")
+        return value
+
+    return check
+
+
+def factor(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= 100:
+        raise ValueError(f"a number from 1 to 100 is wanted, not {value!r}")
+    return float(value)
+
+
+def exit_codes(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(code) is int and 0 < code < 256 for code in value):
+        raise ValueError(f"a list of exit codes from 1 to 255 is wanted, not {value!r}")
+    return tuple(value)
+
+
+def pattern(value: Any) -> str:
+    result = text(value)
+    if result.count("{step}") != 1 or "/" in result:
+        raise ValueError(
+            f'the name of one checkpoint with {{step}} once is wanted, such as "step_{{step}}", not {value!r}'
+        )
+    return result
+
+
+def file_name(value: Any) -> str:
+    result = text(value)
+    if "/" in result:
+        raise ValueError(f"a file name inside the checkpoint is wanted, not a path: {value!r}")
+    return result
+
+
+def slurm_time(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return str(value)
+    if not isinstance(value, str) or not is_slurm_time(value):
+        raise ValueError(f'Slurm\'s form is wanted, such as "2-00:00:00" or "90" (minutes), not {value!r}')
+    return value
+
+
+def scalar(value: Any) -> str | int | bool:
+    if isinstance(value, bool | int):
+        return value
+    return text(value)
+
+
+def options(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise ValueError(f'a list of whole options is wanted, such as ["--switches=2"], not {value!r}')
+    for item in value:
+        if not isinstance(item, str) or not re.match(r"--[a-z]", item) or _CONTROL.search(item):
+            raise ValueError(f"each extra option begins with -- and stays on one line, unlike {item!r}")
+        owned = OWNED.get(item[2:].split("=")[0].split()[0].replace("-", "_"))
+        if owned:
+            raise ValueError(f"{item!r} is krea_runner's own: {owned}")
+    return tuple(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """`check` turns the TOML value into ours or raises ValueError; `default` is for the reference page."""
+
+    name: str
+    check: Check
+    about: str
+    default: str = ""
+    required: bool = False
+
+
+# sbatch options that the template sets itself, and where their value comes from.
+OWNED = {
+    "nodes": "use [gang] nodes",
+    "ntasks": "use [gang] nodes and ranks_per_node",
+    "ntasks_per_node": "use [gang] ranks_per_node",
+    "output": "logs go to RUN_DIR/logs",
+    "error": "logs go to RUN_DIR/logs",
+    "open_mode": "it is always append: a restart must not erase the log",
+    "requeue": "it is always set",
+    "no_requeue": "a run that may not be requeued cannot be restarted",
+    "job_name": "use [run] name",
+    "comment": "it carries the tag by which a lost submission is found again",
+    "export": "use [env]",
+    "chdir": "use [run] workdir",
+    "array": "one run is one job",
+    "wrap": "use [run] command",
+    "parsable": "it is always set",
+}
+
+SBATCH = (
+    "account acctg_freq batch begin clusters constraint container contiguous core_spec cores_per_socket "
+    "cpu_freq cpus_per_gpu cpus_per_task deadline delay_boot dependency distribution exclude exclusive extra_node_info "
+    "gpu_bind gpu_freq gpus gpus_per_node gpus_per_socket gpus_per_task gres gres_flags hint hold licenses "
+    "mail_type mail_user mcs_label mem mem_bind mem_per_cpu mem_per_gpu mincpus network nice nodefile nodelist "
+    "ntasks_per_core ntasks_per_gpu ntasks_per_socket overcommit oversubscribe partition power prefer priority profile "
+    "propagate qos reboot reservation signal sockets_per_node spread_job switches thread_spec threads_per_core time time_min "
+    "tmp use_min_nodes wait_all_nodes wckey"
+).split()
+
+_SLURM_KEYS = tuple(
+    Key(word, slurm_time if word in {"time", "time_min"} else scalar, f"sbatch --{word.replace('_', '-')}")
+    for word in SBATCH
+)
+
+TABLES: dict[str, tuple[Key, ...]] = {
+    "run": (
+        Key("name", name, "What people call it; any printable characters, at most 100.", required=True),
+        Key("command", command, "What each rank runs: a list of words, or one shell line.", required=True),
+        Key("dir", text, "The run directory, on a file system all nodes share; relative to this file.", "runs/<name>"),
+        Key("workdir", text, "Where the command runs; relative to this file.", "."),
+        Key("scheduler", one_of(*SCHEDULERS), "`slurm`, or `local`: one machine that plays the nodes.", "slurm"),
+    ),
+    "env": (),
+    "gang": (
+        Key("nodes", count(1), "Nodes of the gang: all of them or none.", "1"),
+        Key("ranks_per_node", count(1), "Ranks on each node, usually one a GPU.", "1"),
+    ),
+    "slurm": (*_SLURM_KEYS, Key("extra", options, "Whole sbatch options that have no key here.", "[]")),
+    "budgets": (
+        Key("startup", parse_duration, "From the start to the first step.", "30m"),
+        Key("step", parse_duration, "Between two beats while stepping.", "5m"),
+        Key("checkpoint", parse_duration, "In the phase `checkpoint`.", "15m"),
+        Key("evaluation", parse_duration, "In the phase `evaluation`.", "30m"),
+        Key("shutdown", parse_duration, "In the phase `shutdown`.", "10m"),
+        Key("default", parse_duration, "In a phase of any other name.", "15m"),
+        Key("second_look", factor, "Without a second signal that agrees, wait this many times the budget.", "2.0"),
+    ),
+    "checkpoint": (
+        Key("dir", text, "Where checkpoints are; relative to workdir. Without it, lost steps are not known.", "none"),
+        Key("pattern", pattern, "The name of one checkpoint, {step} where its number stands.", "step_{step}"),
+        Key("complete", file_name, "A file inside it that exists once it is whole; empty: its name is enough.", "COMPLETE"),
+    ),
+    "policy": (
+        Key("mode", one_of("act", "observe"), "`observe` records and says what it would do.", "act"),
+        Key("max_restarts", count(0), "Restarts after crashes and hangs within `window`.", "20"),
+        Key("window", parse_duration, "What `max_restarts` is counted over.", "1d"),
+        Key("no_progress_limit", count(1), "Restarts after the same failure without a newer checkpoint, then hold.", "2"),
+        Key("never_restart_exit_codes", exit_codes, "Exit codes that mean: a restart makes no sense.", "[93]"),
+    ),
+}  # fmt: skip

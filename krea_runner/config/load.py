@@ -1,0 +1,211 @@
+"""run.toml → RunConfig. Every problem is found in one pass and named with its line and the nearest right key."""
+
+import difflib
+import hashlib
+import re
+import tomllib
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from krea_runner.config.keys import OWNED, TABLES, Key
+from krea_runner.errors import ConfigError
+from krea_runner.model import Budgets, CheckpointSpec, Gang, Policy, RunConfig
+
+MAX_BYTES = 1 << 20
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# What the batch script sets itself, or what would leak another job into this one.
+_ENV_OWNED = re.compile(r"(SLURM|SBATCH|SRUN|KREA)_.*|RANK|LOCAL_RANK|WORLD_SIZE")
+
+
+def load_run(path: Path) -> RunConfig:
+    """Raises: ConfigError with all `problems`."""
+    source = _read(path)
+    try:
+        document = tomllib.loads(source)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f"{path} is not TOML: {error}", hint="strings stand in quotes, tables in [brackets]"
+        ) from None
+    checker = _Checker(_key_lines(source))
+    values = checker.check(document)
+    if checker.problems:
+        ordered = [text for _, text in sorted(checker.problems, key=lambda problem: problem[0])]
+        count = f"{len(ordered)} problem" + ("s" if len(ordered) > 1 else "")
+        raise ConfigError(f"{path} has {count}", problems=ordered, hint="all keys: docs/reference/run-toml.md")
+    return _build(values, path.absolute().parent)
+
+
+def slug_of(name: str) -> str:
+    """`name` as a file and job name: `[A-Za-z0-9._-]`, at most 60; a hash keeps two changed names apart."""
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:50]
+    if slug == name:
+        return slug
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{slug}-{digest}" if slug else f"run-{digest}"
+
+
+def _read(path: Path) -> str:
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{path} is a directory", hint=f"name the file: {path / 'run.toml'}")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"reading {path}: {error.strerror}", hint="krea-runner submit wants the path of a run.toml"
+        ) from error
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{path} is larger than 1 MiB: is that a run.toml?")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: byte {error.start} is {data[error.start]:#x}") from None
+
+
+# ----------------------------------------------------------------------------------------------------------- checking
+
+
+class _Checker:
+    """Collects problems as (line, text); `lines` knows where each (table, key) stands."""
+
+    def __init__(self, lines: dict[tuple[str, ...], int]) -> None:
+        self.lines = lines
+        self.problems: list[tuple[int, str]] = []
+
+    def check(self, document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        values: dict[str, dict[str, Any]] = {table: {} for table in TABLES}
+        for table, content in document.items():
+            if table not in TABLES:
+                self._unknown((table,), table, list(TABLES), "table" if isinstance(content, dict) else "key")
+            elif not isinstance(content, dict):
+                self._problem((table,), f"{table} is a table: write [{table}] and its keys below")
+            elif table == "env":
+                values[table] = self._environment(content)
+            else:
+                values[table] = self._table(table, content)
+        for key in TABLES["run"]:
+            if key.required and not isinstance(document.get("run", {}), dict):
+                continue
+            if key.required and key.name not in document.get("run", {}):
+                self._problem(("run",), f"[run] {key.name} is missing: {key.about}")
+        return values
+
+    def _table(self, table: str, content: dict[str, Any]) -> dict[str, Any]:
+        keys: dict[str, Key] = {key.name: key for key in TABLES[table]}
+        values: dict[str, Any] = {}
+        for name, value in content.items():
+            place = (table, name)
+            if name in keys:
+                try:
+                    values[name] = keys[name].check(value)
+                except ValueError as error:
+                    self._problem(place, f"[{table}] {name}: {error}")
+            elif table == "slurm" and name.replace("-", "_") in OWNED:
+                self._problem(place, f"[slurm] {name} is krea_runner's own: {OWNED[name.replace('-', '_')]}")
+            else:
+                self._unknown(place, name, list(keys), "key", table)
+        return values
+
+    def _environment(self, content: dict[str, Any]) -> dict[str, str]:
+        values: dict[str, str] = {}
+        for name, value in content.items():
+            place = ("env", name)
+            if not _ENV_NAME.fullmatch(name):
+                self._problem(place, f"[env] {name!r} is no name of an environment variable")
+            elif _ENV_OWNED.fullmatch(name):
+                self._problem(place, f"[env] {name} is set by Slurm or krea_runner for each attempt")
+            elif isinstance(value, bool) or not isinstance(value, str | int | float):
+                self._problem(place, f"[env] {name}: text in quotes is wanted, not {value!r}")
+            elif "\x00" in str(value):
+                self._problem(place, f"[env] {name} cannot hold a zero byte")
+            else:
+                values[name] = str(value)
+        return values
+
+    def _unknown(self, place: tuple[str, ...], name: str, right: list[str], kind: str, table: str = "") -> None:
+        where = f"[{table}] " if table else ""
+        near = difflib.get_close_matches(name.replace("-", "_"), right, n=1, cutoff=0.0)
+        elsewhere = [other for other, keys in TABLES.items() if other != table and name in {key.name for key in keys}]
+        if elsewhere and difflib.SequenceMatcher(None, name, near[0] if near else "").ratio() < 0.8:
+            advice = f"it belongs under [{elsewhere[0]}]"
+        else:
+            advice = f"did you mean {near[0]}?" if near else f"there are no keys in [{table}]"
+        self._problem(place, f"{where}unknown {kind} {name!r}; {advice}")
+
+    def _problem(self, place: tuple[str, ...], text: str) -> None:
+        line = self.lines.get(place) or self.lines.get(place[:1], 0)
+        self.problems.append((line, f"line {line}: {text}" if line else text))
+
+
+_HEADER = re.compile(r"\s*\[\s*(?P<name>[^\[\]]+?)\s*\]\s*(#.*)?")
+_KEY = re.compile(
+    r"""\s*(?P<key>(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*="""
+)
+_INLINE_KEY = re.compile(r"""[{,]\s*(?P<key>[A-Za-z0-9_-]+|"[^"]*"|'[^']*')\s*=""")
+_PART = re.compile(r"""[A-Za-z0-9_-]+|"[^"]*"|'[^']*'""")
+
+
+def _key_lines(source: str) -> dict[tuple[str, ...], int]:
+    """Line (from 1) of each table and key. tomllib keeps no positions; this reads only what it needs of TOML and is used
+    for messages alone: a line it does not find costs the number, never the message."""
+    lines: dict[tuple[str, ...], int] = {}
+    table: tuple[str, ...] = ()
+    open_quotes = ""
+    for number, line in enumerate(source.splitlines(), start=1):
+        if open_quotes:
+            open_quotes = "" if open_quotes in line else open_quotes
+            continue
+        header, key = _HEADER.fullmatch(line), _KEY.match(line)
+        if header and not key:
+            table = _parts(header["name"])
+            lines.setdefault(table, number)
+        elif key:
+            path = table + _parts(key["key"])
+            lines.setdefault(path[:1], number)
+            lines.setdefault(path[:2], number)
+            rest = line[key.end() :]
+            if rest.lstrip().startswith("{"):
+                for inner in _INLINE_KEY.finditer(rest):
+                    lines.setdefault((*path, *_parts(inner["key"])), number)
+            for quotes in ('"""', "'''"):
+                if rest.count(quotes) == 1:
+                    open_quotes = quotes
+    return lines
+
+
+def _parts(dotted: str) -> tuple[str, ...]:
+    return tuple(part.strip("\"'") for part in _PART.findall(dotted))
+
+
+# ----------------------------------------------------------------------------------------------------------- building
+
+
+def _build(values: dict[str, dict[str, Any]], base: Path) -> RunConfig:
+    run, budgets, checkpoint = values["run"], dict(values["budgets"]), dict(values["checkpoint"])
+    slug = slug_of(run["name"])
+    workdir = _below(base, run.get("workdir", "."))
+    directory = checkpoint.pop("dir", None)
+    second_look = {"second_look": budgets.pop("second_look")} if "second_look" in budgets else {}
+    policy = {("window_s" if key == "window" else key): value for key, value in values["policy"].items()}
+    return RunConfig(
+        name=run["name"],
+        slug=slug,
+        run_dir=_below(base, run.get("dir", f"runs/{slug}")),
+        command=run["command"],
+        workdir=workdir,
+        scheduler=run.get("scheduler", "slurm"),
+        env=MappingProxyType(values["env"]),
+        gang=Gang(**values["gang"]),
+        slurm=MappingProxyType(values["slurm"]),
+        budgets=Budgets(**{f"{key}_s": value for key, value in budgets.items()}, **second_look),
+        checkpoint=CheckpointSpec(directory=_below(workdir, directory) if directory else None, **checkpoint),
+        policy=Policy(**policy),
+    )
+
+
+def _below(base: Path, path: str) -> Path:
+    """Absolute, `~` expanded, `..` folded; symbolic links are left as they are: compute nodes may resolve them otherwise."""
+    import os
+
+    return Path(os.path.normpath(base / Path(path).expanduser()))

@@ -1,0 +1,50 @@
+"""RunConfig ↔ JSON, as the history keeps it."""
+
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from krea_runner.model import Budgets, CheckpointSpec, Gang, Policy, RunConfig
+
+T = TypeVar("T")
+
+
+def config_to_json(config: RunConfig) -> str:
+    plain = {field.name: getattr(config, field.name) for field in fields(config)}
+    plain |= {"env": dict(config.env), "slurm": dict(config.slurm)}
+    plain |= {part: asdict(plain[part]) for part in ("gang", "budgets", "checkpoint", "policy")}
+    return json.dumps(plain, default=str, sort_keys=True)
+
+
+def config_from_json(text: str) -> RunConfig:
+    """Fields that a newer version added are left out, those that an older one did not know get their default."""
+    plain: dict[str, Any] = json.loads(text)
+    checkpoint = plain["checkpoint"]
+    if checkpoint.get("directory") is not None:
+        checkpoint["directory"] = Path(checkpoint["directory"])
+    policy = plain["policy"]
+    if "never_restart_exit_codes" in policy:
+        policy["never_restart_exit_codes"] = tuple(policy["never_restart_exit_codes"])
+    slurm = plain["slurm"]
+    if "extra" in slurm:
+        slurm["extra"] = tuple(slurm["extra"])
+    command = plain["command"]
+    plain |= {
+        "run_dir": Path(plain["run_dir"]),
+        "workdir": Path(plain["workdir"]),
+        "command": command if isinstance(command, str) else tuple(command),
+        "env": MappingProxyType(plain["env"]),
+        "slurm": MappingProxyType(slurm),
+        "gang": _known(Gang, plain["gang"]),
+        "budgets": _known(Budgets, plain["budgets"]),
+        "checkpoint": _known(CheckpointSpec, checkpoint),
+        "policy": _known(Policy, policy),
+    }
+    return _known(RunConfig, plain)
+
+
+def _known(kind: type[T], values: dict[str, Any]) -> T:
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in values.items() if name in names})

@@ -1,0 +1,92 @@
+"""Every error this package raises on purpose.
+
+    KreaRunnerError                     exit 1
+    ├─ ConfigError                      exit 78   run.toml / site.toml; carries every problem found, not the first
+    ├─ NotFound                         exit 3
+    ├─ SchedulerError                   exit 69   the scheduler said no; the same call will be refused again
+    │  ├─ SchedulerUnavailable          exit 75   could not ask, or no answer in time: nothing is known
+    │  ├─ JobNotFound                   exit 3
+    │  └─ SchedulerOutputError          exit 69   an answer we cannot read; keeps the line
+    └─ HistoryError                     exit 1
+       ├─ HistoryUnavailable            exit 75   locked, read-only, disk full, file system gone
+       └─ SchemaTooNew                  exit 78
+
+`str(error)` is one line: what was being done, on what, what happened. `hint` is what to type next.
+`transient` tells a tick whether the next tick may succeed without anybody doing anything.
+Only `cli/` prints errors and picks exit codes.
+"""
+
+from collections.abc import Sequence
+
+
+class KreaRunnerError(Exception):
+    exit_code = 1
+    transient = False
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class ConfigError(KreaRunnerError):
+    """`problems` holds one line a problem, in file order, each naming its key and line number."""
+
+    exit_code = 78
+
+    def __init__(self, message: str, *, problems: Sequence[str] = (), hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.problems = tuple(problems)
+
+
+class NotFound(KreaRunnerError):
+    exit_code = 3
+
+
+class SchedulerError(KreaRunnerError):
+    """`argv`, `returncode` and `stderr` are those of the command that was refused (empty for `local`)."""
+
+    exit_code = 69
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        argv: Sequence[str] = (),
+        returncode: int | None = None,
+        stderr: str = "",
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.argv = tuple(argv)
+        self.returncode = returncode
+        self.stderr = stderr
+
+
+class SchedulerUnavailable(SchedulerError):
+    exit_code = 75
+    transient = True
+
+
+class JobNotFound(SchedulerError):
+    exit_code = 3
+
+
+class SchedulerOutputError(SchedulerError):
+    """`line` is the output that could not be read, kept whole."""
+
+    def __init__(self, message: str, *, line: str, argv: Sequence[str] = ()) -> None:
+        super().__init__(message, argv=argv)
+        self.line = line
+
+
+class HistoryError(KreaRunnerError):
+    exit_code = 1
+
+
+class HistoryUnavailable(HistoryError):
+    exit_code = 75
+    transient = True
+
+
+class SchemaTooNew(HistoryError):
+    exit_code = 78

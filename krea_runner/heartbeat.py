@@ -1,0 +1,201 @@
+"""The heartbeat of a training rank: `hb = Heartbeat()`, then `hb.step(n)` in the training loop.
+
+This one file needs nothing but Python 3.9 and can be copied into a container by itself. The training thread only stores
+numbers in memory (no lock, no I/O, well under a microsecond); a daemon thread writes them once a second, so that a slow,
+full or hung file system never slows training. Nothing here ever raises into training.
+
+The format (docs/reference/heartbeat.md): one file a node, one line of SLOT bytes a local rank, rewritten in place.
+"""
+
+import atexit
+import os
+import socket
+import sys
+import threading
+import time
+import zlib
+from contextlib import contextmanager
+
+FORMAT = "khb1"
+SLOT = 256  # bytes a local rank, its line break included
+FLUSH_S = 1.0
+MAX_LOCAL_RANKS = 256
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+class Heartbeat:
+    """Reads where to write and who it is from the environment:
+
+    KREA_HEARTBEAT_DIR, KREA_ATTEMPT (both set by the batch script; without them every call is a no-op), the rank from
+    RANK or SLURM_PROCID, the local rank from LOCAL_RANK or SLURM_LOCALID, the node from SLURMD_NODENAME.
+
+    Phases are `startup` until the first step, then `step`, inside `with hb.phase(name)` that name, and `done` after
+    `close()`, which a normal exit of the process calls.
+    """
+
+    def __init__(self):
+        env = os.environ
+        self._beat = 0
+        self._step = -1
+        self._phase = ("startup", None)
+        self._base = ("startup", None)  # what a phase returns to
+        self._flush = 0
+        self._warned = False
+        self._stop = threading.Event()
+        self._thread = None
+        directory, self._attempt = env.get("KREA_HEARTBEAT_DIR"), _word(env.get("KREA_ATTEMPT", ""), 64)
+        self._rank = _number(env.get("RANK", env.get("SLURM_PROCID")), 0)
+        self._local_rank = _number(env.get("LOCAL_RANK", env.get("SLURM_LOCALID")), 0)
+        node = _word(env.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0], 64)
+        self._path = os.path.join(directory, node + ".hb") if directory and self._attempt else None
+        if self._path is not None and self._local_rank >= MAX_LOCAL_RANKS:
+            self._warn("local rank %d: a node has at most %d" % (self._local_rank, MAX_LOCAL_RANKS))
+            self._path = None
+        if self._path is not None:
+            self._start()
+
+    # ------------------------------------------------------------------------------------------- the training thread
+
+    def step(self, number):
+        """The optimizer step `number` is done."""
+        self._step = number
+        self._phase = self._base = _STEP
+        self._beat += 1
+
+    def beat(self):
+        """Something moved that is no step, such as a batch of an evaluation."""
+        self._beat += 1
+
+    @contextmanager
+    def phase(self, name, budget=None):
+        """A stretch in which no step is to be expected: `with hb.phase("checkpoint", budget="15m"):`. Phases nest.
+
+        `budget` is how long it may take (seconds, or "90s", "15m", "2h"); without it the run's own budgets hold.
+        """
+        outer = self._phase
+        self._phase = (_word(str(name), 24), self._seconds(budget))
+        self._beat += 1
+        try:
+            yield
+        finally:
+            self._phase = outer
+            self._beat += 1
+
+    def close(self):
+        """The rank has finished well: it owes no more beats. Writes one last time, waiting no longer than a second."""
+        if self._thread is None or self._thread_pid != os.getpid():
+            return
+        self._phase = self._base = ("done", None)
+        self._beat += 1
+        self._stop.set()
+        self._thread.join(FLUSH_S)
+        self._thread = None
+
+    # ------------------------------------------------------------------------------------------------ the other thread
+
+    def _start(self):
+        self._thread_pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="krea-heartbeat", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no threads left, or the interpreter is ending
+            self._thread = None
+            self._warn("no thread for the heartbeat: %s" % error)
+            return
+        atexit.register(_close_if_well, self)
+        # A fork has no flusher and must not write: its parent's slot is the parent's.
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self):
+        self._thread = None
+
+    def _run(self):
+        while True:
+            last = self._stop.is_set()
+            self._write()
+            if last:
+                return
+            self._stop.wait(FLUSH_S)
+
+    def _write(self):
+        self._flush += 1
+        try:
+            # Opened and closed each time: a close is what makes other NFS clients see it, and a file system that went
+            # away and came back is found again.
+            descriptor = self._open()
+            try:
+                os.pwrite(descriptor, self._line(), self._local_rank * SLOT)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            self._warn("cannot write %s: %s" % (self._path, error.strerror))
+
+    def _open(self):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        try:
+            return os.open(self._path, flags, 0o644)
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(self._path), exist_ok=True)
+            return os.open(self._path, flags, 0o644)
+
+    def _line(self):
+        phase, budget = self._phase
+        body = "%s rank=%d local=%d attempt=%s beat=%d flush=%d step=%d phase=%s budget=%s pid=%d at=%.3f" % (
+            FORMAT,
+            self._rank,
+            self._local_rank,
+            self._attempt,
+            self._beat,
+            self._flush,
+            self._step,
+            phase,
+            "-" if budget is None else "%g" % budget,
+            os.getpid(),
+            time.time(),
+        )
+        padded = body.ljust(SLOT - 14)[: SLOT - 14].encode("ascii", "replace")
+        return padded + b" crc=%08x\n" % zlib.crc32(padded)
+
+    def _seconds(self, budget):
+        if budget is None:
+            return None
+        try:
+            text = str(budget).strip()
+            seconds = float(text[:-1]) * _UNITS[text[-1]] if text[-1:] in _UNITS else float(text)
+            if 0 < seconds < 1e9:
+                return seconds
+        except ValueError:
+            pass
+        self._warn('budget %r is no duration such as "15m": the run\'s own budgets hold' % (budget,))
+        return None
+
+    def _warn(self, text):
+        if not self._warned:
+            self._warned = True
+            try:
+                sys.stderr.write("krea_runner heartbeat, rank %d: %s\n" % (self._rank, text))
+            except (OSError, ValueError, AttributeError):
+                return  # nobody listens
+
+
+_STEP = ("step", None)
+
+
+def _close_if_well(heartbeat):
+    # A rank that dies of an exception has not finished: its last phase stays on the slot.
+    if getattr(sys, "last_value", None) is None:
+        heartbeat.close()
+
+
+def _word(text, longest):
+    """`text` as one printable word."""
+    return "".join(c if c.isascii() and (c.isalnum() or c in "._-+[]") else "_" for c in text)[:longest]
+
+
+def _number(text, default):
+    try:
+        return max(0, int(text))
+    except (TypeError, ValueError):
+        return default

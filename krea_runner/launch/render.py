@@ -1,0 +1,111 @@
+"""The batch script of a run, from sbatch_templates/."""
+
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from krea_runner.errors import ConfigError, KreaRunnerError
+from krea_runner.model import RunConfig
+from krea_runner.rundir import RunDir
+
+TEMPLATE = "job.sbatch.j2"
+
+
+def template_dir() -> Path:
+    """Packaged into a wheel as `_data`; in an editable install the package is the source tree and they lie beside it.
+
+    Raises: KreaRunnerError when they are in neither place.
+    """
+    package = Path(__file__).parents[1]
+    for place in (package / "_data" / "sbatch_templates", package.parent / "sbatch_templates"):
+        if (place / TEMPLATE).is_file():
+            return place
+    raise KreaRunnerError(
+        f"no {TEMPLATE} in {package}/_data nor beside it",
+        hint="install again: pip install --force-reinstall krea-runner",
+    )
+
+
+def render(config: RunConfig) -> str:
+    """The whole script; the same for `slurm` and `local`.
+
+    Raises: ConfigError where a value cannot be written on an #SBATCH line.
+    """
+    run_dir = RunDir(config.run_dir)
+    command = config.command
+    argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
+    return str(
+        _environment(template_dir())
+        .get_template(TEMPLATE)
+        .render(
+            config=config,
+            template=TEMPLATE,
+            options=_options(config, run_dir),
+            run_dir=str(run_dir.root),
+            srun_run_dir=_percent(str(run_dir.root)),
+            argv=argv,
+        )
+    )
+
+
+def _options(config: RunConfig, run_dir: RunDir) -> list[str]:
+    """The #SBATCH options, in the order in which they are written."""
+    options = [
+        f"--job-name={config.slug}",
+        f"--nodes={config.gang.nodes}",
+        f"--ntasks-per-node={config.gang.ranks_per_node}",
+        "--requeue",
+        "--open-mode=append",
+        "--output=" + _percent(str(run_dir.logs)) + "/batch-%j.log",
+        f"--chdir={config.workdir}",
+    ]
+    for key, value in config.slurm.items():
+        name = "--" + key.replace("_", "-")
+        if key == "extra" or value is False:
+            continue
+        options.append(name if value is True else f"{name}={value}")
+    return options + list(config.slurm.get("extra", ()))
+
+
+def _percent(path: str) -> str:
+    """A path in which Slurm finds no file name pattern."""
+    return path.replace("%", "%%")
+
+
+@cache
+def _environment(directory: Path) -> Any:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(directory),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,  # noqa: S701 - this makes a shell script; every value goes through shquote or sbatch_line
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"shquote": shlex.quote, "sbatch_line": sbatch_line, "comment": comment}
+    return environment
+
+
+def sbatch_line(option: str) -> str:
+    """One option as sbatch reads it from an #SBATCH line: split at blanks, with quotes and backslashes of its own
+    (seen with 22.05.8: double quotes keep blanks and `#`; a backslash escapes inside them).
+
+    Raises: ConfigError where that cannot hold the value.
+    """
+    if re.fullmatch(r"[A-Za-z0-9_./:=,@%+~*\[\]-]+", option):
+        return option
+    if re.search(r"[\x00-\x1f\x7f\"\\]", option):
+        raise ConfigError(
+            f"an #SBATCH line cannot hold {option!r}", hint="leave quotes, backslashes and line breaks out of it"
+        )
+    name, equals, value = option.partition("=")
+    return f'{name}{equals}"{value}"'
+
+
+def comment(text: str) -> str:
+    """`text` on one comment line."""
+    return re.sub(r"[^\x20-\x7e\xa0-\U0010ffff]", "?", text)

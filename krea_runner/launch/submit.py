@@ -1,0 +1,68 @@
+"""From a configuration to a recorded run with a job: the run directory, what Slurm needs to find in it, the queue."""
+
+import os
+import uuid
+from pathlib import Path
+
+from krea_runner.clock import Clock
+from krea_runner.errors import KreaRunnerError, SchedulerUnavailable
+from krea_runner.history.store import History
+from krea_runner.launch.render import render
+from krea_runner.model import Run, RunConfig, RunState
+from krea_runner.rundir import RunDir
+from krea_runner.schedulers import Scheduler
+
+
+def submit(config: RunConfig, source: Path, *, history: History, scheduler: Scheduler, user: str, clock: Clock) -> Run:
+    """Record the intent, prepare the directory, queue the job, record its id.
+
+    Raises: HistoryError when the directory has a live run; SchedulerUnavailable when no answer came: the run stays
+    SUBMITTING and the supervisor looks for its tag; any other KreaRunnerError: nothing was queued, the run is STOPPED.
+    """
+    tag = f"krea_runner/{uuid.uuid4().hex}"
+    run = history.create_run(config, user=user, tag=tag, now=clock.wall())
+    try:
+        job_id = scheduler.submit(prepare(config, source), tag=tag)
+    except SchedulerUnavailable as error:
+        error.hint = (
+            "the job may exist all the same: do not submit again; `krea-runner supervise` finds it by its tag, "
+            f"or give up with: krea-runner stop {run.run_id}"
+        )
+        raise
+    except KreaRunnerError as error:
+        history.set_run_state(run.run_id, RunState.STOPPED, f"not submitted: {error}", now=clock.wall())
+        raise
+    history.set_submitted(run.run_id, job_id, now=clock.wall())
+    return history.run(run.run_id)
+
+
+def prepare(config: RunConfig, source: Path) -> Path:
+    """Make the run directory with a copy of `source` (the run.toml) and the batch script; returns the script's path.
+
+    logs/ must exist before the job starts: Slurm fails a job whose output it cannot open (FAILED 0:53, 22.05.8).
+    Raises: KreaRunnerError; ConfigError.
+    """
+    script = render(config)
+    run_dir = RunDir(config.run_dir)
+    try:
+        for folder in (run_dir.root, run_dir.logs, run_dir.events):
+            folder.mkdir(parents=True, exist_ok=True)
+        if source.absolute() != run_dir.config:
+            _write(run_dir.config, source.read_bytes())
+        _write(run_dir.script, script.encode())
+    except OSError as error:
+        raise KreaRunnerError(
+            f"preparing the run directory {run_dir.root}: {error.strerror} ({error.filename})",
+            hint="name another place, on a file system that all nodes share: [run] dir",
+        ) from error
+    return run_dir.script
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

@@ -1,0 +1,41 @@
+"""Which checkpoints are whole. Names and one marker file are looked at, nothing is opened."""
+
+import os
+import re
+
+from krea_runner.model import Checkpoint, CheckpointReading, CheckpointSpec
+
+
+def read_checkpoints(spec: CheckpointSpec) -> CheckpointReading:
+    """The newest whole checkpoint and the unfinished ones that are newer. A directory that is not there yet holds none.
+
+    Looks at marker files from the newest entry downwards and stops at the first whole one, so a long history of
+    checkpoints costs one directory listing.
+    """
+    if spec.directory is None:
+        return CheckpointReading()
+    try:
+        with os.scandir(spec.directory) as entries:
+            found = _steps(spec.pattern, [entry.name for entry in entries])
+    except FileNotFoundError:
+        return CheckpointReading()
+    except OSError as error:
+        return CheckpointReading(problems=(f"could not list checkpoints in {spec.directory}: {error.strerror}",))
+    incomplete: list[str] = []
+    for step, name in found:
+        path = spec.directory / name
+        try:
+            whole = not spec.complete or (path / spec.complete).is_file()
+        except OSError as error:
+            return CheckpointReading(problems=(f"could not look at checkpoint {path}: {error.strerror}",))
+        if whole:
+            return CheckpointReading(newest=Checkpoint(step, path), incomplete=tuple(incomplete))
+        incomplete.append(name)
+    return CheckpointReading(incomplete=tuple(incomplete))
+
+
+def _steps(pattern: str, names: list[str]) -> list[tuple[int, str]]:
+    before, after = (re.escape(part) for part in pattern.split("{step}"))
+    regex = re.compile(f"{before}([0-9]{{1,18}}){after}")
+    matches = ((regex.fullmatch(name), name) for name in names)
+    return sorted(((int(match[1]), name) for match, name in matches if match), reverse=True)

@@ -1,0 +1,52 @@
+"""Reads the world of one run into one Snapshot. The only reader; it changes nothing."""
+
+from krea_runner.clock import Clock
+from krea_runner.model import Attempt, HeartbeatReading, JobRecord, LogReading, Run, Snapshot, Watch
+from krea_runner.observe.checkpoints import read_checkpoints
+from krea_runner.observe.heartbeats import read_heartbeats
+from krea_runner.observe.logs import read_logs, read_script_end
+from krea_runner.observe.watch import advance_watch
+from krea_runner.rundir import RunDir
+
+
+def observe(run: Run, job: JobRecord | None, attempt: Attempt | None, memory: Watch | None, clock: Clock) -> Snapshot:
+    """`memory` is what the last look at this attempt left behind; the snapshot's `watch` is what this one leaves."""
+    wall, mono = clock.wall(), clock.mono()
+    checkpoints = read_checkpoints(run.config.checkpoint)
+    if attempt is None:
+        return Snapshot(run=run, wall_at=wall, mono=mono, job=job, checkpoints=checkpoints)
+    run_dir = RunDir(run.config.run_dir)
+    heartbeats = read_heartbeats(run_dir.heartbeats(attempt.key), str(attempt.key))
+    log = read_logs(run_dir, attempt.key)
+    return Snapshot(
+        run=run,
+        wall_at=wall,
+        mono=mono,
+        job=job,
+        attempt=attempt,
+        watch=_watch(attempt, memory, heartbeats, log, clock.epoch_id(), mono, wall),
+        heartbeats=heartbeats,
+        checkpoints=checkpoints,
+        log=log,
+        script_end=read_script_end(run_dir, attempt.key),
+    )
+
+
+def _watch(
+    attempt: Attempt,
+    memory: Watch | None,
+    heartbeats: HeartbeatReading,
+    log: LogReading,
+    epoch_id: str,
+    mono: float,
+    wall: float,
+) -> Watch:
+    return advance_watch(
+        memory,
+        heartbeats,
+        attempt=str(attempt.key),
+        log_size_bytes=log.size_bytes,
+        epoch_id=epoch_id,
+        mono=mono,
+        wall=wall,
+    )

@@ -1,0 +1,74 @@
+"""The only place that runs a command and waits for it: argv lists, a timeout, an own session, a known environment."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# Slurm's commands read their defaults from these prefixes: a user's SQUEUE_FORMAT would change what we parse, an
+# inherited SLURM_CPU_BIND pins every rank of the new job (goodfire-ai/spd#955), an array id leaks (submitit#1782).
+SCRUBBED_PREFIXES = (
+    "SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SACCT_", "SCONTROL_", "SINFO_", "SCANCEL_", "PMI_", "PMIX_",
+    "KREA_",
+)  # fmt: skip
+# Where the cluster is and how to authenticate; not how to behave.
+KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
+KEPT_OURS = frozenset({"KREA_RUNNER_STATE_DIR", "KREA_RUNNER_SITE"})
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    argv: tuple[str, ...]
+    returncode: int
+    stdout: str
+    stderr: str
+    timed_out: bool = False
+
+
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The caller's environment without what another job or a user's profile would leak into ours."""
+    return {k: v for k, v in environ.items() if k in KEPT or k in KEPT_OURS or not k.startswith(SCRUBBED_PREFIXES)}
+
+
+def run(
+    argv: Sequence[str],
+    *,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    stdin: str | None = None,
+) -> Completed:
+    """Run `argv` to its end, or kill its whole process group after `timeout_s` (then `timed_out`, returncode -9).
+
+    Without `env` the command gets the cleaned environment plus `LC_ALL=C` and epoch times; with it, exactly that (for
+    `sbatch`, whose environment becomes the job's). Output is decoded with replacement characters: what a job can
+    put into a name is not always UTF-8.
+    Raises: FileNotFoundError where the command does not exist; PermissionError where it may not be run.
+    """
+    if env is None:
+        env = clean_environment(os.environ) | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
+    process = subprocess.Popen(
+        list(argv),
+        stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=dict(env),
+        cwd=cwd,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(stdin.encode() if stdin is not None else None, timeout=timeout_s)
+        timed_out = False
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        timed_out = True
+    return Completed(
+        argv=tuple(argv),
+        returncode=process.returncode,
+        stdout=out.decode(errors="replace"),
+        stderr=err.decode(errors="replace"),
+        timed_out=timed_out,
+    )

@@ -1,0 +1,39 @@
+"""Who may act on a run. The lease itself is a row of the history; here is who we are and whether another is still alive."""
+
+import os
+import socket
+from pathlib import Path
+
+from krea_runner.history.store import History, Lease
+
+# Longer than the slowest tick can act: each Slurm command is cut at 20 s.
+LEASE_S = 120.0
+
+
+def own_holder() -> str:
+    """`host:pid:start`; the start time tells this process from a later one with the same pid."""
+    return f"{socket.gethostname()}:{os.getpid()}:{_started(os.getpid())}"
+
+
+def take_lease(history: History, run_id: int, holder: str, now: float) -> Lease | None:
+    """None while a living supervisor holds it. The lease of one that died on this host is taken over at once."""
+    lease = history.take_lease(run_id, holder, now=now, until=now + LEASE_S)
+    if lease is None:
+        other = history.lease_holder(run_id)
+        if other is not None and _is_dead_here(other):
+            lease = history.take_lease(run_id, holder, now=now, until=now + LEASE_S, dead=other)
+    return lease
+
+
+def _is_dead_here(holder: str) -> bool:
+    host, pid, started = holder.rsplit(":", 2)
+    return host == socket.gethostname() and _started(int(pid)) != started
+
+
+def _started(pid: int) -> str:
+    """Start time in clock ticks since boot (field 22 of /proc/PID/stat); empty when there is no such process, `Z` included."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return ""
+    return "" if fields[0] == "Z" else fields[19]

@@ -1,0 +1,243 @@
+"""The steps of a requeue, against job records in the order in which Slurm 22.05.8 gave them."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from krea_runner.errors import JobNotFound, SchedulerError, SchedulerUnavailable
+from krea_runner.history.store import History, LeaseLost, open_history
+from krea_runner.model import (
+    ActionKind,
+    ActionStage,
+    AttemptKey,
+    Decision,
+    DecisionKind,
+    Finding,
+    JobRecord,
+    JobState,
+    RunState,
+    Symptom,
+)
+from krea_runner.rundir import RunDir
+from krea_runner.supervise.act import SLOW, Work, carry_out
+
+from .conftest import FakeClock, make_config
+
+T0 = 1_800_000_000.0
+RUNNING = JobRecord("7", JobState.RUNNING, "RUNNING", "None", 0, nodelist="n[1-4]")
+COMPLETING = JobRecord("7", JobState.COMPLETING, "COMPLETING", "None", 1)
+PENDING = JobRecord("7", JobState.PENDING, "PENDING", "BeginTime", 1, started_at=T0 + 121)
+LIFTED = JobRecord("7", JobState.PENDING, "PENDING", "BeginTime", 1, started_at=T0 + 1)
+WAITING = JobRecord("7", JobState.PENDING, "PENDING", "Resources", 1, started_at=T0 + 1)
+AGAIN = JobRecord("7", JobState.RUNNING, "RUNNING", "None", 1, nodelist="n[1-4]")
+REFUSED = JobRecord("7", JobState.FAILED, "FAILED", "NonZeroExitCode", 1, exit_code=1)
+CANCELLED = JobRecord("7", JobState.CANCELLED, "CANCELLED", "None", 0)
+COMPLETED = JobRecord("7", JobState.COMPLETED, "COMPLETED", "None", 0, exit_code=0)
+
+
+class Replay:
+    """A scheduler that says what it was recorded to say, one record a read (the last one for ever), and notes what is
+    asked of it. `on` runs something in the middle of a call, or raises what the call answered."""
+
+    name = "slurm"
+    whole_second_starts = True
+
+    def __init__(self, clock: FakeClock, records: Sequence[JobRecord | None]) -> None:
+        self.clock, self.records, self.calls = clock, list(records), []
+        self.on: dict[str, Callable[[], None]] = {}
+        self.showed_pending = False
+
+    def jobs(self, job_ids: Sequence[str]) -> dict[str, JobRecord]:
+        lifted = "start_now" in self.asked
+        if lifted and self.records[0] is PENDING and self.showed_pending:
+            self.records.pop(0)
+        record = self.records[0]
+        self.showed_pending = record is PENDING
+        if len(self.records) > 1 and record is not PENDING:  # which it stays for 121 s, until its start time is lifted
+            self.records.pop(0)
+        return {} if record is None else {record.job_id: record}
+
+    def _called(self, what: str) -> None:
+        self.calls.append((what, self.clock.wall() - T0))
+        self.on.pop(what, lambda: None)()
+
+    def requeue(self, job_id: str) -> None:
+        self._called("requeue")
+
+    def start_now(self, job_id: str) -> None:
+        self._called("start_now")
+
+    def cancel(self, job_id: str) -> None:
+        self._called("cancel")
+
+    @property
+    def asked(self) -> list[str]:
+        return [what for what, _ in self.calls]
+
+
+@dataclasses.dataclass
+class Bench:
+    history: History
+    clock: FakeClock
+    run_id: int
+    config_dir: Path
+
+    def requeue_of(self, *records: JobRecord | None, stage: ActionStage = ActionStage.INTENDED) -> tuple[Work, Replay]:
+        """A requeue that is on record up to `stage`, and a scheduler that will say `records`."""
+        run = self.history.run(self.run_id)
+        lease = self.history.take_lease(self.run_id, "host:1:1", now=self.clock.wall(), until=self.clock.wall() + 100)
+        assert lease is not None
+        attempt = self.history.add_attempt(self.run_id, AttemptKey("7"), now=self.clock.wall())
+        self.history.record_incident(
+            lease, attempt, Finding(Symptom.CRASH, "rank_killed", "crash"), Decision(DecisionKind.REQUEUE, "why"),
+            checkpoint_step=None, now=self.clock.wall(), action=(ActionKind.REQUEUE, 0),
+        )  # fmt: skip
+        action = self.history.open_action(self.run_id)
+        assert action is not None
+        if stage is not ActionStage.INTENDED:
+            action = self.history.advance_action(lease, action, stage, detail="", now=self.clock.wall())
+        replay = Replay(self.clock, records)
+        return Work(run, replay, lease, action), replay
+
+    def carry_out(self, work: Work) -> None:
+        carry_out([work], self.history, self.clock, deadline=self.clock.mono() + 20)
+
+    @property
+    def state(self) -> RunState:
+        return self.history.run(self.run_id).state
+
+
+@pytest.fixture
+def bench(tmp_path: Path, clock: FakeClock) -> Iterator[Bench]:
+    history = open_history(tmp_path / "state")
+    config = make_config(tmp_path, scheduler="slurm")
+    run = history.create_run(config, user="alice", tag="t", now=clock.wall())
+    history.set_submitted(run.run_id, "7", now=clock.wall())
+    clock.now = T0 + 0.4
+    return Bench(history, clock, run.run_id, config.run_dir)
+
+
+def test_a_requeue_waits_for_pending_and_the_next_whole_second(bench: Bench) -> None:
+    work, replay = bench.requeue_of(RUNNING, COMPLETING, COMPLETING, PENDING, LIFTED, AGAIN)
+    bench.carry_out(work)
+    assert replay.asked == ["requeue", "start_now"]
+    assert replay.calls[1][1] == pytest.approx(1.15, abs=0.02)
+    assert work.action.stage is ActionStage.DONE
+    assert work.action.detail == "RUNNING on n[1-4]"
+
+
+def test_a_tick_killed_after_the_requeue_does_not_requeue_again(bench: Bench) -> None:
+    work, replay = bench.requeue_of(PENDING, LIFTED, AGAIN)
+    bench.carry_out(work)
+    assert replay.asked == ["start_now"]
+    assert work.action.stage is ActionStage.DONE
+
+
+def test_a_tick_killed_after_the_start_asks_for_nothing(bench: Bench) -> None:
+    work, replay = bench.requeue_of(AGAIN, stage=ActionStage.REQUESTED)
+    bench.carry_out(work)
+    assert replay.asked == []
+    assert work.action.stage is ActionStage.DONE
+
+
+def test_a_job_that_waits_for_nodes_is_done_as_far_as_we_can(bench: Bench) -> None:
+    work, replay = bench.requeue_of(WAITING, stage=ActionStage.STARTED)
+    bench.carry_out(work)
+    assert (replay.asked, work.action.detail) == ([], "queued: Resources")
+
+
+def test_an_action_that_takes_longer_than_the_tick_stays_open(bench: Bench) -> None:
+    work, replay = bench.requeue_of(RUNNING, COMPLETING)
+    bench.carry_out(work)
+    assert work.action.stage is ActionStage.REQUESTED
+    assert bench.history.open_action(bench.run_id) == work.action
+    assert replay.asked == ["requeue"]
+
+
+def test_a_job_cancelled_meanwhile_is_not_brought_back(bench: Bench) -> None:
+    work, replay = bench.requeue_of(CANCELLED)
+    bench.carry_out(work)
+    assert (replay.asked, work.action.stage, bench.state) == ([], ActionStage.FAILED, RunState.STOPPED)
+
+
+def test_a_job_completed_meanwhile_is_not_run_again(bench: Bench) -> None:
+    work, replay = bench.requeue_of(COMPLETED)
+    bench.carry_out(work)
+    assert (replay.asked, bench.state) == ([], RunState.DONE)
+
+
+def test_an_unknown_job_is_held_for_a_person(bench: Bench) -> None:
+    work, replay = bench.requeue_of(None)
+    bench.carry_out(work)
+    assert (replay.asked, bench.state) == ([], RunState.HELD)
+
+
+@pytest.mark.parametrize("error", [SchedulerError("Requested operation is presently disabled"), JobNotFound("gone")])
+def test_a_refused_requeue_is_held_with_what_the_scheduler_said(bench: Bench, error: SchedulerError) -> None:
+    work, replay = bench.requeue_of(RUNNING)
+    replay.on["requeue"] = raiser(error)
+    bench.carry_out(work)
+    assert bench.state is RunState.HELD
+    assert str(error) in bench.history.run(bench.run_id).state_reason
+
+
+def test_a_controller_that_goes_away_leaves_the_intent_for_the_next_tick(bench: Bench) -> None:
+    work, replay = bench.requeue_of(RUNNING, RUNNING, COMPLETING, PENDING, LIFTED, AGAIN)
+    replay.on["requeue"] = raiser(SchedulerUnavailable("no answer"))
+    with pytest.raises(SchedulerUnavailable):
+        bench.carry_out(work)
+    assert work.action.stage is ActionStage.INTENDED
+    assert bench.state is RunState.ACTIVE
+    bench.carry_out(work)
+    assert replay.asked == ["requeue", "requeue", "start_now"]
+    assert work.action.stage is ActionStage.DONE
+
+
+def test_a_start_that_was_lost_is_asked_for_again(bench: Bench) -> None:
+    work, replay = bench.requeue_of(PENDING, LIFTED, AGAIN, stage=ActionStage.STARTED)
+    bench.carry_out(work)
+    assert replay.asked == ["start_now"]
+    assert work.action.stage is ActionStage.DONE
+
+
+def test_a_start_refused_by_a_revoked_credential_is_requeued_with_slurms_own_delay(bench: Bench) -> None:
+    second = dataclasses.replace(PENDING, restart_count=2)
+    work, replay = bench.requeue_of(REFUSED, REFUSED, second, stage=ActionStage.STARTED)
+    bench.carry_out(work)
+    assert replay.asked == ["requeue"]
+    assert (work.action.stage, work.action.detail) == (ActionStage.DONE, SLOW)
+
+
+def test_a_start_that_crashed_by_itself_is_the_next_incident_not_a_refused_start(bench: Bench) -> None:
+    began = RunDir(bench.config_dir).script_events(AttemptKey("7", 1))
+    began.parent.mkdir(parents=True)
+    began.write_text('{"event":"attempt_start"}\n')
+    work, replay = bench.requeue_of(REFUSED, stage=ActionStage.STARTED)
+    bench.carry_out(work)
+    assert (replay.asked, work.action.stage) == ([], ActionStage.DONE)
+
+
+def test_a_stop_before_the_requeue_prevents_it(bench: Bench) -> None:
+    work, replay = bench.requeue_of(RUNNING)
+    bench.history.stop_run(work.run, reason="enough", by="alice", now=bench.clock.wall())
+    with pytest.raises(LeaseLost):
+        bench.carry_out(work)
+    assert replay.asked == []
+
+
+def test_a_stop_during_the_requeue_cancels_the_job_that_came_back(bench: Bench) -> None:
+    work, replay = bench.requeue_of(RUNNING)
+    replay.on["requeue"] = lambda: bench.history.stop_run(work.run, reason="enough", by="alice", now=bench.clock.wall())
+    with pytest.raises(LeaseLost):
+        bench.carry_out(work)
+    assert replay.asked == ["requeue", "cancel"]
+    assert bench.state is RunState.STOPPED
+
+
+def raiser(error: Exception) -> Callable[[], None]:
+    def raise_it() -> None:
+        raise error
+
+    return raise_it
