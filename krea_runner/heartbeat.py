@@ -7,6 +7,8 @@ full or hung file system never slows training. Nothing here ever raises into tra
 The format (docs/reference/heartbeat.md): one file a node, one line of SLOT bytes a local rank, rewritten in place.
 """
 
+from __future__ import annotations  # so that Python 3.9 reads the types
+
 import atexit
 import os
 import socket
@@ -15,6 +17,7 @@ import threading
 import time
 import zlib
 from contextlib import contextmanager
+from typing import Iterator
 
 FORMAT = "khb1"
 SLOT = 256  # bytes a local rank, its line break included
@@ -34,16 +37,16 @@ class Heartbeat:
     `close()`, which a normal exit of the process calls.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         env = os.environ
         self._beat = 0
         self._step = -1
-        self._phase = ("startup", None)
-        self._base = ("startup", None)  # what a phase returns to
+        self._phase: tuple[str, float | None] = ("startup", None)
         self._flush = 0
         self._warned = False
         self._stop = threading.Event()
-        self._thread = None
+        self._thread: threading.Thread | None = None
+        self._thread_pid = 0
         directory, self._attempt = env.get("KREA_HEARTBEAT_DIR"), _word(env.get("KREA_ATTEMPT", ""), 64)
         self._rank = _number(env.get("RANK", env.get("SLURM_PROCID")), 0)
         self._local_rank = _number(env.get("LOCAL_RANK", env.get("SLURM_LOCALID")), 0)
@@ -57,18 +60,18 @@ class Heartbeat:
 
     # ------------------------------------------------------------------------------------------- the training thread
 
-    def step(self, number):
+    def step(self, number: int) -> None:
         """The optimizer step `number` is done."""
         self._step = number
-        self._phase = self._base = _STEP
+        self._phase = _STEP
         self._beat += 1
 
-    def beat(self):
+    def beat(self) -> None:
         """Something moved that is no step, such as a batch of an evaluation."""
         self._beat += 1
 
     @contextmanager
-    def phase(self, name, budget=None):
+    def phase(self, name: str, budget: float | str | None = None) -> Iterator[None]:
         """A stretch in which no step is to be expected: `with hb.phase("checkpoint", budget="15m"):`. Phases nest.
 
         `budget` is how long it may take (seconds, or "90s", "15m", "2h"); without it the run's own budgets hold.
@@ -82,11 +85,11 @@ class Heartbeat:
             self._phase = outer
             self._beat += 1
 
-    def close(self):
+    def close(self) -> None:
         """The rank has finished well: it owes no more beats. Writes one last time, waiting no longer than a second."""
         if self._thread is None or self._thread_pid != os.getpid():
             return
-        self._phase = self._base = ("done", None)
+        self._phase = ("done", None)
         self._beat += 1
         self._stop.set()
         self._thread.join(FLUSH_S)
@@ -94,7 +97,7 @@ class Heartbeat:
 
     # ------------------------------------------------------------------------------------------------ the other thread
 
-    def _start(self):
+    def _start(self) -> None:
         self._thread_pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="krea-heartbeat", daemon=True)
         try:
@@ -108,10 +111,10 @@ class Heartbeat:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forked)
 
-    def _forked(self):
+    def _forked(self) -> None:
         self._thread = None
 
-    def _run(self):
+    def _run(self) -> None:
         while True:
             last = self._stop.is_set()
             self._write()
@@ -119,28 +122,31 @@ class Heartbeat:
                 return
             self._stop.wait(FLUSH_S)
 
-    def _write(self):
+    def _write(self) -> None:
+        path = self._path
+        if path is None:
+            return
         self._flush += 1
         try:
             # Opened and closed each time: a close is what makes other NFS clients see it, and a file system that went
             # away and came back is found again.
-            descriptor = self._open()
+            descriptor = self._open(path)
             try:
                 os.pwrite(descriptor, self._line(), self._local_rank * SLOT)
             finally:
                 os.close(descriptor)
         except OSError as error:
-            self._warn("cannot write %s: %s" % (self._path, error.strerror))
+            self._warn("cannot write %s: %s" % (path, error.strerror))
 
-    def _open(self):
+    def _open(self, path: str) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         try:
-            return os.open(self._path, flags, 0o644)
+            return os.open(path, flags, 0o644)
         except FileNotFoundError:
-            os.makedirs(os.path.dirname(self._path), exist_ok=True)
-            return os.open(self._path, flags, 0o644)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            return os.open(path, flags, 0o644)
 
-    def _line(self):
+    def _line(self) -> bytes:
         phase, budget = self._phase
         body = "%s rank=%d local=%d attempt=%s beat=%d flush=%d step=%d phase=%s budget=%s pid=%d at=%.3f" % (
             FORMAT,
@@ -158,7 +164,7 @@ class Heartbeat:
         padded = body.ljust(SLOT - 14)[: SLOT - 14].encode("ascii", "replace")
         return padded + b" crc=%08x\n" % zlib.crc32(padded)
 
-    def _seconds(self, budget):
+    def _seconds(self, budget: float | str | None) -> float | None:
         if budget is None:
             return None
         try:
@@ -171,7 +177,7 @@ class Heartbeat:
         self._warn('budget %r is no duration such as "15m": the run\'s own budgets hold' % (budget,))
         return None
 
-    def _warn(self, text):
+    def _warn(self, text: str) -> None:
         if not self._warned:
             self._warned = True
             try:
@@ -180,22 +186,22 @@ class Heartbeat:
                 return  # nobody listens
 
 
-_STEP = ("step", None)
+_STEP: tuple[str, float | None] = ("step", None)
 
 
-def _close_if_well(heartbeat):
+def _close_if_well(heartbeat: Heartbeat) -> None:
     # A rank that dies of an exception has not finished: its last phase stays on the slot.
     if getattr(sys, "last_value", None) is None:
         heartbeat.close()
 
 
-def _word(text, longest):
+def _word(text: str, longest: int) -> str:
     """`text` as one printable word."""
     return "".join(c if c.isascii() and (c.isalnum() or c in "._-+[]") else "_" for c in text)[:longest]
 
 
-def _number(text, default):
+def _number(text: str | None, default: int) -> int:
     try:
-        return max(0, int(text))
-    except (TypeError, ValueError):
+        return default if text is None else max(0, int(text))
+    except ValueError:
         return default

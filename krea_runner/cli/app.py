@@ -3,10 +3,13 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from krea_runner import __version__
 from krea_runner.errors import ConfigError, KreaRunnerError
+
+if TYPE_CHECKING:
+    import typer
 
 
 def main() -> None:
@@ -22,7 +25,7 @@ def main() -> None:
         _fail(error)
 
 
-def _app():  # type: ignore[no-untyped-def]  # Typer is loaded here, not at the top
+def _app() -> "typer.Typer":  # Typer is loaded here, not at the top
     import typer
 
     from krea_runner.cli import demo, doctor, history, resume, status, stop, submit, supervise

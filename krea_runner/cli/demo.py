@@ -3,9 +3,10 @@
 import contextlib
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,7 +30,8 @@ def demo(
     """See it work, on this machine and in half a minute: a small training run survives a frozen and a killed rank.
 
     Two nodes with two ranks each really train a small model. One rank is frozen, later one is killed, both from
-    outside; the supervisor has to notice by itself. At the end the weights are compared with those of a run nobody disturbed.
+    outside; the supervisor has to notice by itself. At the end the weights are compared with those of a run that
+    nobody disturbed.
     Exit code 0: everything held.
 
     Example: krea-runner demo --seed 7 --keep
@@ -46,6 +48,8 @@ def demo(
         play = write_play(folder, seed)
         typer.echo(f"seed {seed}: the same again with --seed {seed}")
         show = _on_terminal if sys.stdout.isatty() else _in_pipe
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.default_int_handler)  # whatever ends the demo ends its jobs
         try:
             with contextlib.closing(perform(play, user=context.current_user(), clock=clock)) as plays:
                 show(plays)
@@ -100,7 +104,7 @@ def _line(event: "Event") -> str:
     return f"{event.at_s:5.1f}s  {event.kind:6}  {one_line(event.text)}"
 
 
-def _in_pipe(plays: Iterator["Play"]) -> None:
+def _in_pipe(plays: Generator["Play", None, None]) -> None:
     shown = 0
     for play in plays:
         for event in play.events[shown:]:
@@ -109,7 +113,7 @@ def _in_pipe(plays: Iterator["Play"]) -> None:
         shown = len(play.events)
 
 
-def _on_terminal(plays: Iterator["Play"]) -> None:
+def _on_terminal(plays: Generator["Play", None, None]) -> None:
     """Events scroll; the runs stay below them."""
     from rich.console import Console
     from rich.live import Live
@@ -135,8 +139,8 @@ def _runs(play: "Play") -> Any:
     for scene in play.scenes:
         table.add_row(
             Text(scene.name, style="bold"),
-            ProgressBar(total=STEPS, completed=max(0, scene.step), width=24),
-            Text(f"step {max(0, scene.step):2}/{STEPS}"),
+            ProgressBar(total=STEPS, completed=scene.step, width=24),
+            Text(f"step {scene.step:2}/{STEPS}"),
             Text(f"saved {scene.saved:2}"),
             Text(scene.attempt, style="dim"),
             Text(scene.state, style="green" if scene.state in {"RUNNING", "DONE"} else "yellow"),

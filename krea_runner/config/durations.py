@@ -15,10 +15,7 @@ def parse_duration(value: object) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f'a duration is wanted, such as "90s", "15m" or "1h30m", not {value!r}')
-    if isinstance(value, int | float):
-        seconds = float(value)
-    else:
-        seconds = _parse_text(value.strip().lower())
+    seconds = _parse_text(value.strip().lower()) if isinstance(value, str) else float(value)
     if not 0 < seconds < float("inf"):
         raise ValueError(f"a duration is more than zero, not {value!r}")
     return seconds

@@ -53,6 +53,9 @@ command = [{python}, "-m", "krea_runner.demo.train", "--steps", "{steps}", "--ch
 nodes = {nodes}
 ranks_per_node = {ranks_per_node}
 
+[slurm]
+time = "5"        # minutes: should the demo itself be killed, its jobs end all the same
+
 [budgets]         # seconds where a real run has minutes
 startup = "30s"
 step = "3s"
@@ -119,7 +122,7 @@ class Verdict:
 
 def write_play(folder: Path, seed: int) -> Play:
     """Which rank is hit at which step, from the seed alone; leaves room for a checkpoint before each."""
-    draw = random.Random(seed)  # noqa: S311 - to be repeatable, not secret
+    draw = random.Random(seed)
     ranks = range(NODES * RANKS_PER_NODE)
     freeze = Fault(signal.SIGSTOP, draw.choice(ranks), draw.randrange(CHECKPOINT_EVERY + 2, 24), restart_count=0)
     kill = Fault(signal.SIGKILL, draw.choice(ranks), draw.randrange(34, 46), restart_count=1)
@@ -139,7 +142,10 @@ def perform(play: Play, *, user: str, clock: Clock) -> Generator[Play, None, Non
         play.verdict = _judge(play, stage)
         yield play
     finally:
+        # A second Ctrl-C must not leave a gang behind, least of all a frozen one.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         stage.close()
+        signal.signal(signal.SIGINT, before)
 
 
 class _Stage:
@@ -199,8 +205,8 @@ class _Stage:
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(END_S)
-        live = [run for run in map(self.run, self._runs) if run.state not in {RunState.DONE, RunState.STOPPED}]
-        jobs = [run.job_id for run in live if run.job_id is not None]
+        live = [run for run in self.history.list_runs() if run.state not in {RunState.DONE, RunState.STOPPED}]
+        jobs = [job.job_id for run in live for job in self.scheduler.find_by_tag(run.tag)]
         for run in live:
             self.history.stop_run(run, reason="the demo was ended", by=own_holder(), now=self.clock.wall())
         deadline = self.clock.mono() + END_S
@@ -259,12 +265,9 @@ class _Stage:
         for incident in self.play.incidents:
             self._tell_incident(incident)
         for action in self.history.actions(self._runs["demo"]):
-            if action.stage.is_open:
-                self._tell("act", f"{action.kind.lower()} of job {action.job_id}: {action.stage.lower()}")
-            else:
-                self._tell(
-                    "act", f"{action.kind.lower()} of job {action.job_id}: {action.stage.lower()}, {action.detail}"
-                )
+            if not action.stage.is_open:
+                text = f"{action.kind.lower()} of job {action.job_id}: {action.stage.lower()}, {action.detail}"
+                self._tell("act", text, about=action.action_id)
         for name in self._runs:
             run = self.run(name)
             if not run.state.is_supervised:
@@ -275,26 +278,30 @@ class _Stage:
         newest = read_checkpoints(run.config.checkpoint).newest
         saved = newest.step if newest else 0
         if job is None:
-            return Scene(name, run.state, "", -1, saved)
+            return Scene(name, run.state, "", saved, saved)
         attempt = AttemptKey(job.job_id, job.restart_count)
         beats = read_heartbeats(RunDir(run.config.run_dir).heartbeats(attempt), str(attempt))
         if job.state is JobState.RUNNING:
             self._tell("run", f"{name} runs as attempt {attempt} on {job.nodelist}")
             if name == "demo":
                 self._strike(attempt, beats)
-        step = max((beat.step for beat in beats.ranks), default=-1)
-        return Scene(name, run.state if run.state.is_supervised is False else job.raw_state, str(attempt), step, saved)
+        state = job.raw_state if run.state.is_supervised else run.state.value
+        step = max((beat.step for beat in beats.ranks), default=0)
+        return Scene(name, state, str(attempt), max(step, saved), saved)  # heartbeats are a second old
 
     def _tell_incident(self, incident: Incident) -> None:
-        self._tell("notice", incident.finding.summary)
-        self._tell("decide", f"{incident.decision.kind}: {incident.decision.reason}")
+        number = incident.incident_id
+        self._tell("notice", incident.finding.summary, about=number)
+        self._tell("decide", f"{incident.decision.kind}: {incident.decision.reason}", about=number)
         if incident.resumed_at is not None:
-            self._tell("resume", f"step {incident.resumed_step} is done, {incident.lost_steps} steps lost")
+            text = f"it steps again, seen at step {incident.resumed_step}; {incident.lost_steps} steps were lost"
+            self._tell("resume", text, about=number)
 
-    def _tell(self, kind: str, text: str) -> None:
+    def _tell(self, kind: str, text: str, *, about: object = "") -> None:
         """Each thing once."""
-        if f"{kind} {text}" not in self._told:
-            self._told.add(f"{kind} {text}")
+        told = f"{kind} {about} {text}"
+        if told not in self._told:
+            self._told.add(told)
             self.play.events.append(Event(self.elapsed_s, kind, text))
 
 

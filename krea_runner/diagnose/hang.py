@@ -54,6 +54,10 @@ def judge_hang(snapshot: Snapshot) -> HangJudgement:
         why = snapshot.heartbeats.problems[:1] or ("its heartbeat is gone",)
         return HangJudgement(f"could not see {_ranks(sorted(unseen))}: {why[0]}", blind=True)
 
+    missing = sum(age.flush_age_s is None for age in _ages(snapshot, watch))
+    if missing and snapshot.heartbeats.problems:
+        return HangJudgement(f"could not see {missing} ranks: {snapshot.heartbeats.problems[0]}", blind=True)
+
     ages = [age for age in _ages(snapshot, watch) if age.phase != OVER]
     if not ages:
         return HangJudgement("every rank has finished")

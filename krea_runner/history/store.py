@@ -12,9 +12,10 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from krea_runner.config import config_from_json, config_to_json
+from krea_runner.config import config_to_json
 from krea_runner.errors import HistoryError, NotFound
 from krea_runner.history.database import Database, open_history_file
+from krea_runner.history.rows import action_of, attempt_of, incident_of, run_of
 from krea_runner.history.schema import actions, attempts, incidents, runs, ticks
 from krea_runner.model import (
     Action,
@@ -23,16 +24,12 @@ from krea_runner.model import (
     Attempt,
     AttemptKey,
     Decision,
-    DecisionKind,
     Finding,
     Incident,
-    JobState,
     RankWatch,
     Run,
     RunConfig,
     RunState,
-    Suspect,
-    Symptom,
     Watch,
 )
 
@@ -97,7 +94,7 @@ class History:
     def run(self, run_id: int) -> Run:
         with self._db.read() as connection:
             row = connection.execute(sa.select(runs).where(runs.c.run_id == run_id)).one()
-        return _run(row)
+        return run_of(row)
 
     def find_run(self, reference: str, *, user: str | None = None) -> Run:
         """The newest run of that name or slug; `#7` or `7` is a run id when no run has it as its name.
@@ -108,7 +105,7 @@ class History:
         if user is not None:
             query = query.where(runs.c.user == user)
         with self._db.read() as connection:
-            found = [_run(row) for row in connection.execute(query)]
+            found = [run_of(row) for row in connection.execute(query)]
         for run in found:
             if reference in {run.name, run.config.slug}:
                 return run
@@ -125,7 +122,7 @@ class History:
         if states:
             query = query.where(runs.c.state.in_(list(states)))
         with self._db.read() as connection:
-            return [_run(row) for row in connection.execute(query)]
+            return [run_of(row) for row in connection.execute(query)]
 
     def set_run_state(self, run_id: int, state: RunState, reason: str, *, now: float) -> None:
         self._update_run(run_id, state=state, state_reason=reason, updated_at=now)
@@ -182,13 +179,13 @@ class History:
         """In order of their start."""
         query = sa.select(attempts).where(attempts.c.run_id == run_id).order_by(attempts.c.attempt_id)
         with self._db.read() as connection:
-            return [_attempt(row) for row in connection.execute(query)]
+            return [attempt_of(row) for row in connection.execute(query)]
 
     def latest_attempt(self, run_id: int) -> Attempt | None:
         query = sa.select(attempts).where(attempts.c.run_id == run_id).order_by(attempts.c.attempt_id.desc()).limit(1)
         with self._db.read() as connection:
             row = connection.execute(query).one_or_none()
-        return None if row is None else _attempt(row)
+        return None if row is None else attempt_of(row)
 
     def add_attempt(self, run_id: int, key: AttemptKey, *, now: float) -> Attempt:
         """Record an attempt, or find the row that another tick made for it."""
@@ -202,7 +199,7 @@ class History:
             if row is None:
                 connection.execute(sa.insert(attempts).values(values))
                 row = connection.execute(sa.select(attempts).where(*same)).one()
-        return _attempt(row)
+        return attempt_of(row)
 
     def save_observation(self, attempt: Attempt, watch: Watch | None) -> None:
         """What this tick learned of an attempt, in one row."""
@@ -290,7 +287,7 @@ class History:
         if limit is not None:
             query = query.limit(limit)
         with self._db.read() as connection:
-            return [_incident(row) for row in connection.execute(query)][::-1]
+            return [incident_of(row) for row in connection.execute(query)][::-1]
 
     def note_recovery(
         self, incident_id: int, *, restarted_at: float | None = None, resumed: tuple[float, int] | None = None
@@ -310,7 +307,7 @@ class History:
         )
         with self._db.read() as connection:
             row = connection.execute(query).one_or_none()
-        return None if row is None else _action(row)
+        return None if row is None else action_of(row)
 
     def runs_with_open_actions(self, *, user: str) -> list[Run]:
         query = (
@@ -319,13 +316,13 @@ class History:
             .where(runs.c.user == user, actions.c.stage.not_in([ActionStage.DONE, ActionStage.FAILED]))
         )
         with self._db.read() as connection:
-            return [_run(row) for row in connection.execute(query)]
+            return [run_of(row) for row in connection.execute(query)]
 
     def actions(self, run_id: int) -> list[Action]:
         """In order."""
         query = sa.select(actions).where(actions.c.run_id == run_id).order_by(actions.c.action_id)
         with self._db.read() as connection:
-            return [_action(row) for row in connection.execute(query)]
+            return [action_of(row) for row in connection.execute(query)]
 
     def advance_action(
         self,
@@ -349,7 +346,7 @@ class History:
                 )
             )  # fmt: skip
             row = connection.execute(sa.select(actions).where(actions.c.action_id == action.action_id)).one()
-        return _action(row)
+        return action_of(row)
 
     def stop_run(self, run: Run, *, reason: str, by: str, now: float) -> None:
         """A person's stop: the run is STOPPED, whatever was under way is dropped, and the cancel is intended. Needs no
@@ -429,77 +426,3 @@ def _insert_action(
             restart_count=restart_count, reason=reason, by=by, created_at=now, updated_at=now,
         )
     )  # fmt: skip
-
-
-def _run(row: sa.Row[Any]) -> Run:
-    return Run(
-        run_id=row.run_id,
-        name=row.name,
-        user=row.user,
-        config=config_from_json(row.config),
-        state=RunState(row.state),
-        state_reason=row.state_reason,
-        job_id=row.job_id,
-        tag=row.tag,
-        created_at=row.created_at,
-        updated_at=row.updated_at,
-    )
-
-
-def _attempt(row: sa.Row[Any]) -> Attempt:
-    return Attempt(
-        attempt_id=row.attempt_id,
-        run_id=row.run_id,
-        key=AttemptKey(row.job_id, row.restart_count, row.relaunch),
-        first_seen_at=row.first_seen_at,
-        started_at=row.started_at,
-        ended_at=row.ended_at,
-        end_state=None if row.end_state is None else JobState(row.end_state),
-        exit_code=row.exit_code,
-        signal=row.signal,
-        nodelist=row.nodelist,
-        first_step=row.first_step,
-        last_step=row.last_step,
-    )
-
-
-def _incident(row: sa.Row[Any]) -> Incident:
-    return Incident(
-        incident_id=row.incident_id,
-        run_id=row.run_id,
-        run_name=row.name,
-        attempt=AttemptKey(row.job_id, row.restart_count, row.relaunch),
-        finding=Finding(
-            symptom=Symptom(row.symptom),
-            cause=row.cause,
-            summary=row.summary,
-            node=row.node,
-            step=row.step,
-            last_progress_at=row.last_progress_at,
-            evidence=tuple(json.loads(row.evidence)),
-            suspects=tuple(Suspect(**suspect) for suspect in json.loads(row.suspects)),
-            agreed_by=row.agreed_by,
-        ),
-        noticed_at=row.noticed_at,
-        checkpoint_step=row.checkpoint_step,
-        decision=Decision(DecisionKind(row.decision), row.decision_reason),
-        restarted_at=row.restarted_at,
-        resumed_at=row.resumed_at,
-        resumed_step=row.resumed_step,
-    )
-
-
-def _action(row: sa.Row[Any]) -> Action:
-    return Action(
-        action_id=row.action_id,
-        run_id=row.run_id,
-        incident_id=row.incident_id,
-        kind=ActionKind(row.kind),
-        stage=ActionStage(row.stage),
-        job_id=row.job_id,
-        restart_count=row.restart_count,
-        reason=row.reason,
-        created_at=row.created_at,
-        updated_at=row.updated_at,
-        detail=row.detail,
-    )

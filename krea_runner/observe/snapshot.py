@@ -1,12 +1,15 @@
 """Reads the world of one run into one Snapshot. The only reader; it changes nothing."""
 
 from krea_runner.clock import Clock
-from krea_runner.model import Attempt, HeartbeatReading, JobRecord, LogReading, Run, Snapshot, Watch
+from krea_runner.model import Attempt, HeartbeatReading, JobRecord, JobState, LogReading, Run, Snapshot, Watch
 from krea_runner.observe.checkpoints import read_checkpoints
 from krea_runner.observe.heartbeats import read_heartbeats
 from krea_runner.observe.logs import read_logs, read_script_end
 from krea_runner.observe.watch import advance_watch
 from krea_runner.rundir import RunDir
+
+# A queued, starting or suspended gang owes no beats: its clocks start afresh when it runs (again).
+_TICKING = frozenset({JobState.RUNNING, JobState.COMPLETING})
 
 
 def observe(run: Run, job: JobRecord | None, attempt: Attempt | None, memory: Watch | None, clock: Clock) -> Snapshot:
@@ -24,12 +27,16 @@ def observe(run: Run, job: JobRecord | None, attempt: Attempt | None, memory: Wa
         mono=mono,
         job=job,
         attempt=attempt,
-        watch=_watch(attempt, memory, heartbeats, log, clock.epoch_id(), mono, wall),
+        watch=_watch(attempt, memory, heartbeats, log, clock.epoch_id(), mono, wall) if _counts(job) else None,
         heartbeats=heartbeats,
         checkpoints=checkpoints,
         log=log,
         script_end=read_script_end(run_dir, attempt.key),
     )
+
+
+def _counts(job: JobRecord | None) -> bool:
+    return job is not None and (job.state in _TICKING or job.state.is_ended)
 
 
 def _watch(

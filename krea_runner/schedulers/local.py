@@ -225,8 +225,8 @@ _USED = frozenset(
 # What means nothing on one machine without limits.
 _IGNORED = frozenset(
     "account comment constraint contiguous cpus-per-task cpus-per-gpu exclude exclusive export gpus gpus-per-node gpus-per-task "
-    "gres hint hold licenses mail-type mail-user mem mem-per-cpu mem-per-gpu nice nodelist ntasks overcommit partition qos reboot "
-    "reservation signal spread-job switches tmp wckey threads-per-core kill-on-invalid-dep distribution".split()
+    "gres hint hold licenses mail-type mail-user mem mem-per-cpu mem-per-gpu nice nodelist ntasks overcommit partition qos "
+    "reboot reservation signal spread-job switches tmp wckey threads-per-core kill-on-invalid-dep distribution".split()
 )
 
 

@@ -135,7 +135,7 @@ def _start(home: Path, job: LocalJob) -> subprocess.Popen[bytes]:
             cwd=workdir,
             env=job.environment | _environment(job),
             start_new_session=True,
-            preexec_fn=_unblock,
+            preexec_fn=_unblock,  # noqa: PLW1509 - this process has one thread
         )
     finally:
         os.close(descriptor)

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, cast
 
 KILL_WAIT_S = 3.0
 LINE_BYTES = 64 * 1024  # a longer line is written in pieces
@@ -29,6 +29,7 @@ class Task:
     node_index: int
     node: str
     process: subprocess.Popen[bytes]
+    pipe: IO[bytes]
     output: int
     label: bytes
     pending: bytes = b""
@@ -106,7 +107,8 @@ def _start(options: argparse.Namespace, nodes: list[str], per_node: int, env: Ma
         )  # fmt: skip
         output = _output(step, options, node, index, rank, env)
         label = f"{rank}: ".encode() if options.label else b""
-        step.tasks.append(Task(rank, local_rank, index, node, process, output, label))
+        pipe = cast(IO[bytes], process.stdout)
+        step.tasks.append(Task(rank, local_rank, index, node, process, pipe, output, label))
     return step
 
 
@@ -131,8 +133,8 @@ def _watch(step: Step, wakeup: int) -> int:
     selector = selectors.DefaultSelector()
     selector.register(wakeup, selectors.EVENT_READ, None)
     for task in step.tasks:
-        os.set_blocking(_pipe(task).fileno(), False)
-        selector.register(_pipe(task), selectors.EVENT_READ, task)
+        os.set_blocking(task.pipe.fileno(), False)
+        selector.register(task.pipe, selectors.EVENT_READ, task)
     while any(task.code is None for task in step.tasks):
         timeout = None if step.ending_since is None else 0.1
         for key, _ in selector.select(timeout):
@@ -149,11 +151,6 @@ def _watch(step: Step, wakeup: int) -> int:
     return max(task.code or 0 for task in step.tasks)
 
 
-def _pipe(task: Task) -> IO[bytes]:
-    assert task.process.stdout is not None
-    return task.process.stdout
-
-
 def _signals(step: Step, numbers: bytes) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         if number in numbers:
@@ -163,7 +160,7 @@ def _signals(step: Step, numbers: bytes) -> None:
 def _pump(task: Task) -> bool:
     """Write the whole lines that have arrived, each with its label; False at the end of the pipe."""
     try:
-        data = _pipe(task).read1(LINE_BYTES)  # type: ignore[attr-defined]
+        data = task.pipe.read1(LINE_BYTES)  # type: ignore[attr-defined]
     except BlockingIOError:
         return True
     if data is None:

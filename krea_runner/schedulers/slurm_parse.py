@@ -1,121 +1,269 @@
-"""Pure parsers of what Slurm's commands print. A line that cannot be read is an error that keeps it, never a shorter list:
-a lost line would look like a job that left the queue."""
+"""What Slurm's commands print, read: text in, records out. What cannot be read is an error that keeps it, never a
+shorter list: a lost row would look like a job that left the queue. Real output lies in tests/recordings/."""
 
-from krea_runner.errors import SchedulerOutputError
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from krea_runner.errors import JobNotFound, SchedulerError, SchedulerOutputError, SchedulerUnavailable
 from krea_runner.model import JobRecord, JobState
 
-# squeue -O fields, each with the suffix that prints it whole, followed by a bar (`Field:|`; without it squeue cuts at 20
-# columns). No free text among them: names and comments may hold bars and line breaks.
-SQUEUE_FIELDS = (
-    "JobID", "State", "RestartCnt", "Reason", "exit_code", "SubmitTime", "StartTime", "EndTime", "NodeList", "BatchHost",
-    "Requeue",
+# ------------------------------------------------------------------------------------------------------------ squeue
+
+# In `squeue -O` a field takes a suffix, and with one it is neither padded nor cut at 20 columns. The last field is free
+# text (a state description, a comment: bars, line breaks and all), so the row ends with a character that no line has.
+ROW_END = "\x1e"
+JOB_FIELDS = (
+    "JobArrayID", "State", "RestartCnt", "exit_code", "SubmitTime", "StartTime", "EndTime", "NodeList", "BatchHost",
+    "Requeue", "Reason",
 )  # fmt: skip
-SACCT_FIELDS = ("JobIDRaw", "State", "ExitCode", "Submit", "Start", "End", "NodeList")
+TAG_FIELDS = ("JobArrayID", "Comment")
 _NOTHING = frozenset({"", "N/A", "n/a", "NONE", "None", "Unknown", "(null)", "None assigned"})
 
 
-def parse_squeue(text: str, argv: tuple[str, ...] = ()) -> list[JobRecord]:
-    """Records in the order printed, from `squeue -h -O SQUEUE_FORMAT` with epoch times.
+def squeue_format(fields: Sequence[str]) -> str:
+    return ",".join([*(f"{field}:|" for field in fields[:-1]), f"{fields[-1]}:{ROW_END}"])
+
+
+def parse_squeue(stdout: str, stderr: str = "") -> list[JobRecord]:
+    """Records in the order printed, from `squeue -h -r` with JOB_FIELDS and epoch times.
 
     Raises: SchedulerOutputError.
     """
-    return [_squeue_line(line, argv) for line in text.splitlines() if line.strip()]
+    return [_job(row) for row in _squeue_rows(stdout, stderr, JOB_FIELDS)]
 
 
-def parse_tagged(text: str, argv: tuple[str, ...] = ()) -> list[tuple[JobRecord, str]]:
-    """The same with `Comment` as the last field: the rest of the line, bars and all.
-
-    A comment may hold line breaks: a line without the fields continues the one before it.
-    """
-    found: list[tuple[JobRecord, str]] = []
-    for line in text.splitlines():
-        if line.count("|") > len(SQUEUE_FIELDS) and line.split("|", 1)[0].replace("_", "").isalnum():
-            fields = line.split("|", len(SQUEUE_FIELDS))
-            found.append((_squeue_line("|".join(fields[:-1]) + "|", argv), fields[-1].removesuffix("|")))
-        elif not found and line.strip():
-            raise SchedulerOutputError(f"reading squeue: not a job: {line[:200]!r}", line=line, argv=argv)
-    return found
-
-
-def parse_sacct(text: str, argv: tuple[str, ...] = ()) -> dict[str, JobRecord]:
-    """The last row of each job (its newest start), from `sacct -D -X -P -n` with SACCT_FIELDS and epoch times.
-
-    The restart count is the number of rows before it: sacct 22.05 has no field for it. Its exit code is cut to seven
-    bits (137 reads as 9:0).
-    Raises: SchedulerOutputError.
-    """
-    records: dict[str, JobRecord] = {}
-    starts: dict[str, int] = {}
-    for line in filter(str.strip, text.splitlines()):
-        fields = line.split("|")
-        if len(fields) != len(SACCT_FIELDS):
-            raise SchedulerOutputError(f"reading sacct: {len(fields)} fields in {line[:200]!r}", line=line, argv=argv)
-        job_id, state, exit_code, submitted, started, ended, nodelist = fields
-        try:
-            code, number = (int(part) for part in exit_code.split(":"))
-            records[job_id] = JobRecord(
-                job_id=job_id,
-                state=job_state(state),
-                raw_state=state,
-                restart_count=starts.get(job_id, 0),
-                exit_code=code,
-                signal=number,
-                submitted_at=_epoch(submitted),
-                started_at=_epoch(started),
-                ended_at=_epoch(ended),
-                nodelist="" if nodelist in _NOTHING else nodelist,
-            )
-        except ValueError:
-            raise SchedulerOutputError(f"reading sacct: {line[:200]!r}", line=line, argv=argv) from None
-        starts[job_id] = starts.get(job_id, 0) + 1
-    return records
-
-
-def parse_submitted(text: str, argv: tuple[str, ...] = ()) -> str:
-    """The job id from `sbatch --parsable`: `123` or `123;cluster`. Site plugins may print lines of their own before it.
+def parse_comments(stdout: str, stderr: str = "") -> list[tuple[str, str]]:
+    """(job id, comment) from `squeue -h -r` with TAG_FIELDS; a job without a comment has `(null)`.
 
     Raises: SchedulerOutputError.
     """
-    for line in reversed(text.splitlines()):
-        job_id = line.strip().split(";")[0]
-        if job_id.isdigit():
-            return job_id
-    raise SchedulerOutputError(f"sbatch named no job id: {text[:200]!r}", line=text, argv=argv)
+    return [(_job_id(job_id), comment) for job_id, comment in _squeue_rows(stdout, stderr, TAG_FIELDS)]
 
 
-def job_state(word: str) -> JobState:
-    """The state of Slurm's word; `CANCELLED by 1001` (sacct) is CANCELLED, a word nobody knows is UNKNOWN."""
+def _squeue_rows(stdout: str, stderr: str, fields: Sequence[str]) -> list[list[str]]:
+    *rows, rest = stdout.split(f"{ROW_END}\n")
+    if rest:
+        raise _unreadable("squeue", rest)
+    if not rows and ": error:" in stderr:
+        # 22.05.8: `Invalid job format specification` comes with exit code 0. Not "no jobs".
+        raise _unreadable("squeue", stderr)
+    split = [row.split("|", len(fields) - 1) for row in rows]
+    for row, values in zip(rows, split, strict=True):
+        if len(values) != len(fields):
+            raise _unreadable("squeue", row)
+    return split
+
+
+def _job(row: list[str]) -> JobRecord:
+    job_id, word, restarts, status, submitted, started, ended, nodelist, batch_host, requeue, reason = row
+    state = job_state(word)
     try:
-        return JobState(word.split()[0].removesuffix("+"))
-    except (ValueError, IndexError):
-        return JobState.UNKNOWN
-
-
-def _squeue_line(line: str, argv: tuple[str, ...]) -> JobRecord:
-    fields = line.split("|")[:-1]
-    if len(fields) != len(SQUEUE_FIELDS):
-        raise SchedulerOutputError(f"reading squeue: {len(fields)} fields in {line[:200]!r}", line=line, argv=argv)
-    job_id, state, restarts, reason, status, submitted, started, ended, nodelist, batch, requeue = fields
-    try:
-        wait_status = int(status)  # as wait(2) gives it: 1792 is exit code 7, 9 is signal 9 (22.05.8)
+        # Before the end it is 0 and means nothing.
+        code, number = _exit_code(status) if state.is_ended else (None, None)
         return JobRecord(
-            job_id=job_id,
-            state=job_state(state),
-            raw_state=state,
+            job_id=_job_id(job_id),
+            state=state,
+            raw_state=word,
             reason=reason,
             restart_count=int(restarts),
-            exit_code=wait_status >> 8,
-            signal=wait_status & 0x7F,
+            exit_code=code,
+            signal=number,
+            submitted_at=_epoch(submitted),
+            started_at=_epoch(started),
+            ended_at=_epoch(ended) if state.is_ended else None,  # of a running job: when its time limit will end it
+            nodelist=_text(nodelist),
+            batch_node=_text(batch_host),
+            requeue_allowed={"0": False, "1": True}.get(requeue),
+        )
+    except ValueError as error:
+        raise _unreadable("squeue", "|".join(row)) from error
+
+
+# ------------------------------------------------------------------------------------------------------------- sacct
+
+SACCT_FIELDS = ("JobID", "State", "ExitCode", "Submit", "Start", "End", "NodeList", "Reason")
+
+
+def parse_sacct(stdout: str) -> list[JobRecord]:
+    """The last start of each job, from `sacct -D -X -P -n` with SACCT_FIELDS and epoch times, for jobs that squeue no
+    longer knows.
+
+    sacct 22.05 has no restart count: with -D it prints one row a start, in order, so it is the number of rows before
+    (RESIZING rows, of a --no-kill job that lost a node, are not starts). Exit codes are cut to seven bits: 137 reads as
+    9:0. A row that has not ended, of a job that the controller does not know, is UNKNOWN: one of the two is behind.
+    Raises: SchedulerOutputError.
+    """
+    last: dict[str, JobRecord] = {}
+    for line in stdout.splitlines():
+        values = line.split("|", len(SACCT_FIELDS) - 1)
+        if len(values) != len(SACCT_FIELDS):
+            raise _unreadable("sacct", line)
+        record = _accounted(line, values)
+        before = last.get(record.job_id)
+        if before is not None:
+            record = replace(record, restart_count=before.restart_count + (before.state is not JobState.RESIZING))
+        last[record.job_id] = record
+    return [
+        record
+        if record.state.is_ended
+        else replace(record, state=JobState.UNKNOWN, raw_state=f"{record.raw_state} (sacct, not in squeue)")
+        for record in last.values()
+    ]
+
+
+def _accounted(line: str, values: list[str]) -> JobRecord:
+    job_id, word, exit_code, submitted, started, ended, nodelist, reason = values
+    try:
+        code, number = _exit_code(exit_code)
+        return JobRecord(
+            job_id=_job_id(job_id),
+            state=job_state(word),
+            raw_state=word,
+            reason=reason,
+            exit_code=code,
+            signal=number,
             submitted_at=_epoch(submitted),
             started_at=_epoch(started),
             ended_at=_epoch(ended),
-            nodelist="" if nodelist in _NOTHING else nodelist,
-            batch_node="" if batch in _NOTHING else batch,
-            requeue_allowed={"1": True, "0": False}.get(requeue),
+            nodelist=_text(nodelist),
         )
+    except ValueError as error:
+        raise _unreadable("sacct", line) from error
+
+
+# --------------------------------------------------------------------------------------------------- shared by the two
+
+
+def job_state(word: str) -> JobState:
+    """`CANCELLED by 1001` (sacct) is CANCELLED; a word that is not in the list is UNKNOWN."""
+    try:
+        return JobState(word.partition(" by ")[0])
     except ValueError:
-        raise SchedulerOutputError(f"reading squeue: {line[:200]!r}", line=line, argv=argv) from None
+        return JobState.UNKNOWN
+
+
+def answers(asked: Iterable[str], records: Iterable[JobRecord]) -> dict[str, JobRecord]:
+    """The records by the ids that were asked for. The id of a whole array is no one job: its state is UNKNOWN."""
+    found = {record.job_id: record for record in records}
+    result: dict[str, JobRecord] = {}
+    for job_id in asked:
+        tasks = sum(other.startswith(f"{job_id}_") for other in found)
+        if job_id in found:
+            result[job_id] = found[job_id]
+        elif tasks:
+            result[job_id] = JobRecord(job_id, JobState.UNKNOWN, f"an array of {tasks} tasks")
+    return result
+
+
+def _job_id(text: str) -> str:
+    """`123+0`, the leader of a heterogeneous job, is what sbatch, requeue and scancel call `123`."""
+    return text.removesuffix("+0")
+
+
+def _exit_code(text: str) -> tuple[int, int]:
+    """Code and signal: `7:0`, or, from squeue 22.05, what wait(2) gives (1792 is exit code 7, 9 is signal 9)."""
+    code, colon, number = text.partition(":")
+    if colon:
+        return int(code), int(number)
+    return int(code) >> 8 & 0xFF, int(code) & 0x7F
 
 
 def _epoch(text: str) -> float | None:
     return None if text in _NOTHING else float(int(text))
+
+
+def _text(text: str) -> str:
+    return "" if text in _NOTHING else text
+
+
+def _unreadable(command: str, text: str) -> SchedulerOutputError:
+    return SchedulerOutputError(f"reading {command}: not what was asked for: {printable(text, 200)!r}", line=text)
+
+
+# ------------------------------------------------------------------------------------------------- sbatch and scontrol
+
+
+def parse_submitted(stdout: str) -> str:
+    """The job id from `sbatch --parsable`, `123` or `123;cluster`; a site's wrapper may print lines before it.
+
+    Raises: SchedulerOutputError.
+    """
+    for line in reversed(stdout.splitlines()):
+        if match := re.fullmatch(r"(\d+)(;\S+)?", line.strip()):
+            return match[1]
+    raise _unreadable("sbatch", stdout)
+
+
+def parse_config(stdout: str) -> Mapping[str, str]:
+    """`scontrol show config` as pairs; the headings between them are left out."""
+    pairs = (line.partition(" = ") for line in stdout.splitlines())
+    return {key.strip(): value.strip() for key, equals, value in pairs if equals}
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+_ASK = "ask the controller: scontrol ping"
+_OWNER = "only the job's owner or an operator may do that"
+# What a command that failed said, what that means, what to type next. The first match wins. The first group is all of
+# Slurm's own errors of communication (slurm_errno.c, 22.05.8): no answer, so nothing is known.
+_REFUSALS: tuple[tuple[str, type[SchedulerError], str], ...] = (
+    (r"Munge|uthentication", SchedulerUnavailable, "does munged run on this host? munge -n | unmunge"),
+    (
+        r"PersistInit|slurm_persist_conn|to the database|connect to database|Database connection",
+        SchedulerUnavailable,
+        "slurmdbd does not answer: sacctmgr ping",
+    ),
+    (
+        # scontrol requeue and update say "Unexpected message received" when there is no controller.
+        r"Unable to contact slurm controller|Socket timed out|Unexpected message received|standby mode"
+        r"|Message (send|receive) failure|Communication (connection|shutdown) failure|Zero Bytes were transmitted"
+        r"|is DOWN|Insane message length|Header lengths are longer|Incompatible versions of client and server"
+        r"|Connection (refused|reset|timed out)|Transport endpoint|No route to host|Network is unreachable",
+        SchedulerUnavailable,
+        _ASK,
+    ),
+    (
+        r"configuration source|Unable to process configuration|Can't find an address|fetch_config",
+        SchedulerUnavailable,
+        'the command found no cluster: echo "$SLURM_CONF"; is this a login node?',
+    ),
+    (r"try again", SchedulerUnavailable, ""),
+    (r"Invalid job id specified", JobNotFound, "your jobs: squeue --me"),
+    (
+        r"operation is presently disabled",
+        SchedulerError,
+        "it was submitted with --no-requeue: scontrol update jobid=JOB requeue=1",
+    ),
+    (r"Job is pending execution", SchedulerError, "it waits in the queue already: squeue --me"),
+    (r"Access/permission denied|Invalid user id", SchedulerError, _OWNER),
+    (r"Invalid partition|No partition specified", SchedulerError, "the partitions: sinfo -s"),
+    (
+        r"Invalid account|Invalid qos|accounting/QOS policy",
+        SchedulerError,
+        "what you may use: sacctmgr show assoc user=$USER format=account,partition,qos",
+    ),
+    (
+        r"node configuration is not available|Invalid feature|Invalid generic resource|More processors requested",
+        SchedulerError,
+        "what the nodes have: sinfo -N -o '%N %c %m %G %f'",
+    ),
+)  # fmt: skip
+
+
+def read_refusal(said: str) -> tuple[type[SchedulerError], str]:
+    """What a failed command's words mean, and a hint (empty: none). Words never seen before are a plain refusal."""
+    for pattern, kind, hint in _REFUSALS:
+        if re.search(pattern, said):
+            return kind, hint
+    return SchedulerError, ""
+
+
+ACCOUNTING_OFF = "accounting storage is disabled"
+
+
+def printable(text: str, limit: int = 500) -> str:
+    """One line for people: no control characters, no `sbatch: error:` before each sentence."""
+    sentences = (re.sub(r"^\w+: (error|fatal): ", "", line.strip()) for line in text[: 8 * limit].splitlines())
+    line = "; ".join(sentence for sentence in sentences if any(map(str.isalnum, sentence)))
+    return "".join(character if character.isprintable() else "?" for character in line)[:limit]

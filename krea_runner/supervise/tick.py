@@ -56,7 +56,7 @@ class RunLine:
 class TickReport:
     lines: list[RunLine] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
-    """Of the runs that this tick could look at; the loop goes on watching these."""
+    """Of the runs in which this tick found nothing wrong; the loop goes on watching these."""
     error: HistoryUnavailable | None = None
     """Set when the history could not be used: nothing was looked at, nothing was done."""
 
@@ -189,11 +189,9 @@ def _tick_run(
     snapshot = observe(run, job, attempt, _remembered(supervisor, attempt), supervisor.clock)
     attempt = _update_attempt(attempt, snapshot)
     snapshot = replace(snapshot, attempt=attempt)
-    report.snapshots.append(snapshot)
     if not supervisor.dry_run:
         history.save_observation(attempt, snapshot.watch)
-        if snapshot.watch is not None:
-            supervisor.memory[attempt.attempt_id] = snapshot.watch
+        _remember(supervisor, attempt, snapshot.watch)
         _note_recovery(history, run, before, snapshot)
 
     if before is not None and before.ended_at is None:
@@ -207,6 +205,7 @@ def _tick_run(
     hang = judge_hang(snapshot)
     finding = diagnose_end(snapshot) or hang.finding
     if finding is None:
+        report.snapshots.append(snapshot)
         text = hang.line if job.state is JobState.RUNNING else _queue_line(job)
         return RunLine(run, text, blind=hang.blind)
     return _handle(supervisor, snapshot, attempt, finding, lease)
@@ -285,19 +284,26 @@ def _attempt_of(supervisor: Supervisor, run: Run, job: JobRecord) -> tuple[Attem
     """The job's present attempt, and the one before it when a border was just crossed or not long ago."""
     key = AttemptKey(job.job_id, job.restart_count)
     known = supervisor.history.attempts(run.run_id)
-    before = [attempt for attempt in known if attempt.key < key]
+    before = next((attempt for attempt in reversed(known) if attempt.key != key), None)
     for attempt in known:
         if attempt.key == key:
-            return attempt, before[-1] if before else None
+            return attempt, before
     now = supervisor.clock.wall()
     if supervisor.dry_run:
-        return Attempt(0, run.run_id, key, now), before[-1] if before else None
-    return supervisor.history.add_attempt(run.run_id, key, now=now), before[-1] if before else None
+        return Attempt(0, run.run_id, key, now), before
+    return supervisor.history.add_attempt(run.run_id, key, now=now), before
 
 
 def _remembered(supervisor: Supervisor, attempt: Attempt) -> Watch | None:
     in_memory = supervisor.memory.get(attempt.attempt_id)
     return in_memory if in_memory is not None else supervisor.history.watch(attempt.attempt_id)
+
+
+def _remember(supervisor: Supervisor, attempt: Attempt, watch: Watch | None) -> None:
+    if watch is None:
+        supervisor.memory.pop(attempt.attempt_id, None)
+    else:
+        supervisor.memory[attempt.attempt_id] = watch
 
 
 def _update_attempt(attempt: Attempt, snapshot: Snapshot) -> Attempt:
@@ -369,8 +375,7 @@ def look(supervisor: Supervisor, report: TickReport) -> bool:
         if attempt is None or job is None or job.state is not JobState.RUNNING:
             continue
         again = observe(snapshot.run, job, attempt, supervisor.memory.get(attempt.attempt_id), supervisor.clock)
-        if again.watch is not None:
-            supervisor.memory[attempt.attempt_id] = again.watch
+        _remember(supervisor, attempt, again.watch)
         stepped = attempt.first_step is None and any(beat.step >= 0 for beat in again.heartbeats.ranks)
         due = due or stepped or judge_hang(again).finding is not None or again.script_end is not None
     return due

@@ -57,9 +57,7 @@ def on_terminal(sheet: Sheet, width: int = 80) -> list[str]:
 
 def test_incident_in_a_pipe_is_one_line_with_every_column() -> None:
     header, line = plain_lines(history_sheet([make_incident()], now=NOW))
-    assert header.split() == (
-        "when run attempt step symptom cause node lost noticed resumed decision why what".split()
-    )
+    assert header.split() == ("when run attempt step symptom cause node lost noticed resumed decision why what".split())
     assert [cell.strip() for cell in line.split("  ") if cell.strip()] == [
         "2027-01-15T07:58:20Z", "llm", "4711.r2", "128", "hang", "rank_stopped", "n2", "8", "10.0s", "41.0s", "REQUEUE",
         "from step 120, same job; restart 1 of 20", "hang: rank 3 on n2 stopped: neither beats nor flushes",
@@ -177,7 +175,10 @@ def test_job_unknown_to_the_scheduler_is_not_called_ended(gang: Gang4) -> None:
 def test_held_run_says_why_and_what_to_type(tmp_path: Any, clock: FakeClock, name: str, typed: str) -> None:
     run = make_run(make_config(tmp_path, name=name), name=name, state=RunState.HELD, state_reason="budget spent")
     held = view_of(Gang4(run, clock))
-    for text in (plain_lines(status_sheet([held], now=NOW))[1], *[t for _, t, _ in run_block(held, now=NOW) if "go on" in t]):
+    for text in (
+        plain_lines(status_sheet([held], now=NOW))[1],
+        *[t for _, t, _ in run_block(held, now=NOW) if "go on" in t],
+    ):
         assert f"o go on: krea-runner resume {typed}" in text
     assert "HELD: budget spent." in plain_lines(status_sheet([held], now=NOW))[1]
 
@@ -202,7 +203,12 @@ def test_problems_checkpoints_action_and_incident_are_noted(gang: Gang4, run: Ru
     ):
         assert said in text
     block = "\n".join(f"{label} {text}" for label, text, _ in run_block(view, now=NOW))
-    for said in ("saved step 120, ", "not whole: step_128", "restarts 1 of 3 in 1d00h", "action requeue of job 7 requested"):
+    for said in (
+        "saved step 120, ",
+        "not whole: step_128",
+        "restarts 1 of 3 in 1d00h",
+        "action requeue of job 7 requested",
+    ):
         assert said in block
 
 
@@ -227,7 +233,14 @@ def test_seconds(value: float | None, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.4, "just now"), (-3, "just now"), (119, "119 s ago"), (180, "3 min ago"), (7200, "2 h ago"), (259200, "3 days ago")],
+    [
+        (0.4, "just now"),
+        (-3, "just now"),
+        (119, "119 s ago"),
+        (180, "3 min ago"),
+        (7200, "2 h ago"),
+        (259200, "3 days ago"),
+    ],
 )
 def test_ago(value: float, text: str) -> None:
     assert ago(value) == text
