@@ -44,7 +44,8 @@ class Heartbeat:
         self._phase: tuple[str, float | None] = ("startup", None)
         self._flush = 0
         self._warned = False
-        self._stop = threading.Event()
+        self._closing = False
+        self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._thread_pid = 0
         directory, self._attempt = env.get("KREA_HEARTBEAT_DIR"), _word(env.get("KREA_ATTEMPT", ""), 64)
@@ -62,9 +63,12 @@ class Heartbeat:
 
     def step(self, number: int) -> None:
         """The optimizer step `number` is done."""
+        first = self._step < 0
         self._step = number
         self._phase = _STEP
         self._beat += 1
+        if first:  # the end of a restart: shown at once
+            self._wake.set()
 
     def beat(self) -> None:
         """Something moved that is no step, such as a batch of an evaluation."""
@@ -91,7 +95,8 @@ class Heartbeat:
             return
         self._phase = ("done", None)
         self._beat += 1
-        self._stop.set()
+        self._closing = True
+        self._wake.set()
         self._thread.join(FLUSH_S)
         self._thread = None
 
@@ -116,11 +121,12 @@ class Heartbeat:
 
     def _run(self) -> None:
         while True:
-            last = self._stop.is_set()
+            last = self._closing
             self._write()
             if last:
                 return
-            self._stop.wait(FLUSH_S)
+            self._wake.wait(FLUSH_S)
+            self._wake.clear()
 
     def _write(self) -> None:
         path = self._path

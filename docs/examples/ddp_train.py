@@ -107,7 +107,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--checkpoint-every", type=int, default=20, metavar="K")
-    parser.add_argument("--checkpoint-dir", type=Path, default=Path(os.environ.get("KREA_CHECKPOINT_DIR", "checkpoints")))
+    parser.add_argument(
+        "--checkpoint-dir", type=Path, default=Path(os.environ.get("KREA_CHECKPOINT_DIR", "checkpoints"))
+    )
     parser.add_argument("--step-time", type=float, default=0.0, metavar="S", help="seconds a step takes at least")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

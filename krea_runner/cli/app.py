@@ -1,5 +1,6 @@
 """The command line: which verbs there are, and how errors and exit codes look. One file a verb."""
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -19,6 +20,9 @@ def main() -> None:
     ):  # asked by scripts and by doctor: no need to load the command line
         sys.stdout.write(f"krea-runner {__version__}\n")
         return
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name or an arrow that this locale cannot write must not end a tick
+            stream.reconfigure(errors="replace")
     try:
         _app()()
     except KreaRunnerError as error:

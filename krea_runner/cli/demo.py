@@ -32,6 +32,7 @@ def demo(
     Two nodes with two ranks each really train a small model. One rank is frozen, later one is killed, both from
     outside; the supervisor has to notice by itself. At the end the weights are compared with those of a run that
     nobody disturbed.
+
     Exit code 0: everything held.
 
     Example: krea-runner demo --seed 7 --keep

@@ -123,15 +123,13 @@ def _state_dir() -> Iterator[Check]:
     try:
         folder.stat()
     except FileNotFoundError:
-        parent = next(parent for parent in folder.parents if parent.exists())
-        may = os.access(parent, os.W_OK | os.X_OK)
-        yield Check(
-            "state dir",
-            may,
-            f"{folder} does not exist yet" + ("" if may else f", and {parent} is not writable"),
-            "" if may else place,
-        )
-        folder = parent
+        missing, folder = folder, next(parent for parent in folder.parents if parent.exists())
+        may = os.access(folder, os.W_OK | os.X_OK)
+        why = f"{missing} does not exist yet" + ("" if may else f", and {folder} is not writable")
+        yield Check("state dir", may, why, "" if may else place)
+    except OSError as error:
+        yield Check("state dir", False, f"{folder}: {error.strerror}", place)
+        return
     else:
         yield from _written(folder, place)
     kind, options = file_system(folder, Path("/proc/self/mountinfo").read_text())

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def history(
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="Only this run: its name or id.", show_default=False)
+        str | None, typer.Argument(metavar="RUN", help="Only this run: its name or id.", show_default=False)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
     limit: Annotated[int, typer.Option("--limit", "-n", min=0, help="Only the newest so many; 0: all of them.")] = 0,

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,7 +19,7 @@ ENDED_SHOWN_S = 86400.0  # a run that ended within a day is still of interest
 
 def status(
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="Name of one run, or its id.", show_default=False)
+        str | None, typer.Argument(metavar="RUN", help="Name of one run, or its id.", show_default=False)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
     show_all: Annotated[bool, typer.Option("--all", "-a", help="Also runs that ended more than a day ago.")] = False,
@@ -44,7 +45,8 @@ def status(
         looked = look(history, [history.find_run(run, user=user)], clock)
     else:
         runs = history.list_runs(user=user)
-        looked = look(history, runs if show_all else _of_interest(runs, clock.wall()), clock)
+        shown = runs if show_all else _of_interest(runs, clock.wall())
+        looked = look(history, sorted(shown, key=_urgency), clock)
     tick = next((tick for tick in history.last_ticks() if tick.user == user), None) if history else None
     now = clock.wall()
     caption = supervisor_line(tick, now)
@@ -137,6 +139,13 @@ def _of_interest(runs: Sequence["Run"], now: float) -> list["Run"]:
     return [run for run in runs if not _is_over(run) or now - run.updated_at < ENDED_SHOWN_S]
 
 
+def _urgency(run: "Run") -> int:
+    """What needs a person comes last, next to the prompt."""
+    from krea_runner.model import RunState
+
+    return 2 if run.state is RunState.HELD else 0 if _is_over(run) else 1
+
+
 def _is_over(run: "Run") -> bool:
     from krea_runner.model import RunState
 
@@ -157,11 +166,13 @@ def supervisor_line(tick: "TickRecord | None", now: float) -> str:
 
 def _print_block(view: "RunView", now: float, caption: str) -> None:
     from krea_runner.report.tables import run_block
-    from krea_runner.report.words import one_line
+    from krea_runner.report.words import local_time, one_line, utc_time
 
-    lines = [*run_block(view, now=now), ("supervisor", caption, "")]
+    terminal = sys.stdout.isatty()
+    when = partial(local_time, now=now) if terminal else utc_time
+    lines = [*run_block(view, now=now, when=when), ("supervisor", caption.removeprefix("supervisor "), "")]
     width = max(len(label) for label, _, _ in lines)
-    if not sys.stdout.isatty():
+    if not terminal:
         typer.echo("\n".join(f"{label:{width}}  {one_line(text)}" for label, text, _ in lines))
         return
     from rich.console import Console

@@ -170,7 +170,7 @@ TABLES: dict[str, tuple[Key, ...]] = {
     "slurm": (*_SLURM_KEYS, Key("extra", options, "Whole sbatch options that have no key here.", "[]")),
     "budgets": (
         Key("startup", parse_duration, "From the start to the first step.", "30m"),
-        Key("step", parse_duration, "Between two beats while stepping.", "5m"),
+        Key("step", parse_duration, "Between two beats while stepping. No budget is judged below 4 s.", "5m"),
         Key("checkpoint", parse_duration, "In the phase `checkpoint`.", "15m"),
         Key("evaluation", parse_duration, "In the phase `evaluation`.", "30m"),
         Key("shutdown", parse_duration, "In the phase `shutdown`.", "10m"),

@@ -35,7 +35,7 @@ from krea_runner.supervise.lease import own_holder
 from krea_runner.supervise.loop import run_loop
 from krea_runner.supervise.tick import Supervisor, TickReport
 
-STEPS, CHECKPOINT_EVERY, STEP_S = 60, 10, 0.12
+STEPS, CHECKPOINT_EVERY, STEP_S = 70, 10, 0.12
 NODES, RANKS_PER_NODE = 2, 2
 POLL_S = 0.1
 GIVE_UP_S = 120.0
@@ -58,7 +58,7 @@ time = "5"        # minutes: should the demo itself be killed, its jobs end all 
 
 [budgets]         # seconds where a real run has minutes
 startup = "30s"
-step = "3s"
+step = "4s"
 checkpoint = "6s"
 
 [checkpoint]
@@ -159,7 +159,7 @@ class _Stage:
         self.scheduler: Scheduler = open_scheduler("local", state_dir=state_dir)
         self._runs: dict[str, int] = {}
         self._told: set[str] = set()
-        self._pending = list(play.faults)
+        self.faults_left = list(play.faults)
         self._over = threading.Event()
         self._error: BaseException | None = None
         self._supervisor = Supervisor(
@@ -244,15 +244,15 @@ class _Stage:
 
     def _strike(self, attempt: AttemptKey, beats: HeartbeatReading) -> None:
         """The next fault, when it is due. It goes to the pid in the heartbeat, if that is still that rank."""
-        if not self._pending or self._pending[0].restart_count != attempt.restart_count:
+        if not self.faults_left or self.faults_left[0].restart_count != attempt.restart_count:
             return
-        fault = self._pending[0]
+        fault = self.faults_left[0]
         step = max((beat.step for beat in beats.ranks), default=-1)
         target = next((beat for beat in beats.ranks if beat.rank == fault.rank), None)
         if target is None or step < fault.at_step or not _is_rank_of(target.pid, attempt):
             return
         os.kill(target.pid, fault.signal)
-        self._pending.pop(0)
+        self.faults_left.pop(0)
         self._tell(
             "FAULT", f"{fault.signal.name} to rank {fault.rank} on {target.node} (pid {target.pid}), after step {step}"
         )
@@ -341,6 +341,7 @@ def _judge(play: Play, stage: _Stage) -> Verdict:
     expected = {
         f"the supervisor did not see both runs to their end within {GIVE_UP_S:.0f} s": demo.state is RunState.DONE
         and twin.state is RunState.DONE,
+        "a fault came too late, the run had ended": not stage.faults_left,
         f"a hang and a crash were to be recorded, not {[str(symptom) for symptom in symptoms]}": symptoms
         == [Symptom.HANG, Symptom.CRASH],
         "both were to be requeued": all(incident.decision.kind is DecisionKind.REQUEUE for incident in play.incidents),

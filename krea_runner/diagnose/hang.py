@@ -12,6 +12,8 @@ from krea_runner.model import Finding, JobState, RankWatch, Snapshot, Suspect, S
 
 # The client flushes once a second (heartbeat.py): three missed flushes are the least that can mean anything.
 FLUSH_SILENT_S = 3.0
+# No verdict sooner, whatever the budget: by then a silent flush is told from a live one, so that the right rank is named.
+LEAST_BUDGET_S = FLUSH_SILENT_S + 1.0
 NAMED = 4  # ranks a line has room for
 OVER = "done"  # the phase of a rank that has closed its heartbeat: it owes no more beats
 
@@ -94,7 +96,8 @@ def _ages(snapshot: Snapshot, watch: Watch) -> list[_RankAge]:
         rank: RankWatch | None = known.get(number)
         if rank is None:  # a rank that has never written is still starting
             return _RankAge(number, "", "startup", -1, 0, snapshot.mono - watch.since_mono, budgets.startup_s, None)
-        budget_s = rank.phase_budget_s if rank.phase_budget_s is not None else budgets.for_phase(rank.phase)
+        given_s = rank.phase_budget_s if rank.phase_budget_s is not None else budgets.for_phase(rank.phase)
+        budget_s = max(given_s, LEAST_BUDGET_S)
         return _RankAge(
             number, rank.node, rank.phase, rank.step, rank.beat, snapshot.mono - rank.beat_moved_mono, budget_s,
             snapshot.mono - rank.flush_moved_mono,

@@ -5,8 +5,9 @@ terminal a row shows its short columns, cut to the width, and under them its not
 fits 80 columns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from krea_runner.model import DecisionKind, Incident, JobRecord, RunState
@@ -187,11 +188,11 @@ def _incident_row(incident: Incident, when: str) -> Row:
     return Row(cells=cells, terminal=(when, *cells[1:]), notes=notes)
 
 
-def incident_line(incident: Incident, now: float) -> str:
-    """The incident in one sentence, for `status`."""
+def incident_line(incident: Incident, when: Callable[[float | None], str]) -> str:
+    """The whole incident, for the block about one run."""
     finding, decision = incident.finding, incident.decision
     end = f"; stepping again after {seconds(incident.resume_s)}" if incident.resume_s is not None else ""
-    return f"{local_time(incident.noticed_at, now)} {finding.summary} → {decision.kind}: {decision.reason}{end}"
+    return f"{when(incident.noticed_at)} {finding.summary} → {decision.kind}: {decision.reason}{end}"
 
 
 # --------------------------------------------------------------------------------------------------------------- runs
@@ -223,7 +224,7 @@ def status_sheet(views: Sequence[RunView], *, now: float, caption: str = "") -> 
 def _run_row(view: RunView, now: float) -> Row:
     run, snapshot = view.snapshot.run, view.snapshot
     job, newest = snapshot.job, snapshot.checkpoints.newest
-    notes = tuple(run_notes(view, now))
+    notes = run_notes(view, now, partial(local_time, now=now))
     cells = (
         run.name,
         run.state.value,
@@ -237,12 +238,12 @@ def _run_row(view: RunView, now: float) -> Row:
         seconds(view.beat_age_s),
         phases(beat.phase for beat in snapshot.heartbeats.ranks),
         f"{view.restarts_used}/{run.config.policy.max_restarts}",
-        "; ".join(note.text for note in notes),
+        "; ".join(note.text for note in run_notes(view, now, utc_time)),
     )
-    return Row(cells=cells, notes=notes, styles=(("state", _RUN_STYLE.get(run.state, "")),))
+    return Row(cells=cells, notes=tuple(notes), styles=(("state", _RUN_STYLE.get(run.state, "")),))
 
 
-def run_notes(view: RunView, now: float) -> list[Note]:
+def run_notes(view: RunView, now: float, when: Callable[[float | None], str]) -> list[Note]:
     """What is to be said of a run beyond its numbers, the most urgent first."""
     run, snapshot = view.snapshot.run, view.snapshot
     notes = []
@@ -265,11 +266,19 @@ def run_notes(view: RunView, now: float) -> list[Note]:
     if snapshot.checkpoints.incomplete:
         notes.append(Note(f"checkpoint not whole: {_some(snapshot.checkpoints.incomplete)}"))
     if view.last_incident is not None:
-        notes.append(Note(f"last incident {incident_line(view.last_incident, now)}"))
+        notes.append(Note(_last_incident(view.last_incident, when)))
     return notes
 
 
-def run_block(view: RunView, *, now: float) -> list[tuple[str, str, str]]:
+def _last_incident(incident: Incident, when: Callable[[float | None], str]) -> str:
+    """Short enough for one line of a terminal."""
+    finding = incident.finding
+    where = f" on {finding.node}" if finding.node else ""
+    step = f" at step {finding.step}" if finding.step is not None else ""
+    return f"last incident {when(incident.noticed_at)}: {finding.symptom}{where}{step} → {incident.decision.kind}"
+
+
+def run_block(view: RunView, *, now: float, when: Callable[[float | None], str]) -> list[tuple[str, str, str]]:
     """Label, text and style of the lines that say all about one run; without a label a line continues the last."""
     run, snapshot = view.snapshot.run, view.snapshot
     job, checkpoints = snapshot.job, snapshot.checkpoints
@@ -283,13 +292,14 @@ def run_block(view: RunView, *, now: float) -> list[tuple[str, str, str]]:
     where = f" on {view.nodes}" if view.nodes else ""
     lines.append(("job", f"{run.job_id or 'none yet'} ({run.config.scheduler}){where}", ""))
     if job is not None:
-        lines.append(("", _job_words(job, now), ""))
+        lines.append(("", _job_words(job, now, when), ""))
     if view.attempt_number:
         lines.append(("attempt", f"{view.attempt_number} ({snapshot.attempt.key if snapshot.attempt else '-'})", ""))
     if view.judgement:
         lines.append(("judged", view.judgement, "red" if view.is_failing else "yellow" if view.blind else ""))
     phase = phases(beat.phase for beat in snapshot.heartbeats.ranks)
-    lines.append(("progress", f"step {_number(view.step)}, phase {phase}, last beat {_beat(view)}", ""))
+    beat = f", phase {phase or '-'}, last beat {_beat(view)}" if job is not None and job.state.is_live else ""
+    lines.append(("progress", f"step {_number(view.step)}{beat}", ""))
     newest = checkpoints.newest
     lines.append(("saved", f"step {newest.step}, {newest.path}" if newest else "no whole checkpoint", ""))
     if checkpoints.incomplete:
@@ -298,7 +308,7 @@ def run_block(view: RunView, *, now: float) -> list[tuple[str, str, str]]:
     used = f"{view.restarts_used} of {policy.max_restarts} in {seconds(policy.window_s)}"
     lines.append(("restarts", used, ""))
     if view.last_incident is not None:
-        lines.append(("incident", incident_line(view.last_incident, now), ""))
+        lines.append(("incident", incident_line(view.last_incident, when), ""))
     if view.action is not None:
         action = view.action
         detail = f": {action.detail}" if action.detail else ""
@@ -307,10 +317,10 @@ def run_block(view: RunView, *, now: float) -> list[tuple[str, str, str]]:
     return lines
 
 
-def _job_words(job: JobRecord, now: float) -> str:
+def _job_words(job: JobRecord, now: float, when: Callable[[float | None], str]) -> str:
     words = job.raw_state + (f" ({job.reason})" if job.reason not in {"", "None"} else "")
     if job.state.is_queued and job.started_at is not None and job.started_at > now:
-        return f"{words}, starts at {local_time(job.started_at, now)}"
+        return f"{words}, starts at {when(job.started_at)}"
     if job.state.is_live and job.started_at is not None:
         return f"{words} for {seconds(max(0.0, now - job.started_at))}"
     if job.state.is_ended and job.ended_at is not None:

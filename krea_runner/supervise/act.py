@@ -69,7 +69,7 @@ def _requeue(work: Work, history: History, clock: Clock) -> None:
         )
     elif job.state is JobState.CANCELLED:
         _give_up(work, history, clock, RunState.STOPPED, "cancelled from outside (scancel) before the requeue")
-    else:
+    elif job.state is not JobState.UNKNOWN:  # nothing is done about what nobody understands; the next read may
         _REQUEUE_STEPS[work.action.stage](work, job, history, clock)
 
 

@@ -22,6 +22,8 @@ def run_loop(
         next_tick = clock.mono() + every_s
         report = _tick_or_blind(supervisor)
         emit(report)
+        if any(line.news for line in report.lines):  # what was just done has consequences to see
+            next_tick = min(next_tick, clock.mono() + LOOK_S)
         supervisor.memory = {
             snapshot.attempt.attempt_id: supervisor.memory[snapshot.attempt.attempt_id]
             for snapshot in report.snapshots

@@ -152,9 +152,10 @@ def test_a_run_survives(lab: Lab, undisturbed: str, fault: signal.Signals, sympt
     assert any(suspect["name"] == "5" for suspect in incident["suspects"])
     assert incident["checkpoint_step"] >= EVERY
     assert incident["resumed_step"] > incident["checkpoint_step"]
-    assert f"resumed from step {incident['checkpoint_step']}" in (
-        lab.folder / "run" / "logs" / f"{job_id}.r1" / "node-0.log"
-    ).read_text()
+    assert (
+        f"resumed from step {incident['checkpoint_step']}"
+        in (lab.folder / "run" / "logs" / f"{job_id}.r1" / "node-0.log").read_text()
+    )
     assert (lab.folder / "run" / "incidents" / f"{job_id}.r0" / "evidence.json").exists()
 
 

@@ -241,3 +241,10 @@ def raiser(error: Exception) -> Callable[[], None]:
         raise error
 
     return raise_it
+
+
+def test_a_state_that_nobody_knows_is_waited_out(bench: Bench) -> None:
+    strange = dataclasses.replace(RUNNING, state=JobState.UNKNOWN, raw_state="PONDERING")
+    work, replay = bench.requeue_of(strange)
+    bench.carry_out(work)
+    assert (replay.asked, work.action.stage, bench.state) == ([], ActionStage.INTENDED, RunState.ACTIVE)

@@ -25,7 +25,7 @@ from krea_runner.model import (
 )
 from krea_runner.report.status import view_run
 from krea_runner.report.tables import Sheet, history_sheet, plain_lines, run_block, status_sheet, terminal_sheet
-from krea_runner.report.words import ago, one_line, phases, reference, seconds
+from krea_runner.report.words import ago, one_line, phases, reference, seconds, utc_time
 
 from .conftest import FakeClock, Gang4, make_config, make_run
 
@@ -177,7 +177,7 @@ def test_held_run_says_why_and_what_to_type(tmp_path: Any, clock: FakeClock, nam
     held = view_of(Gang4(run, clock))
     for text in (
         plain_lines(status_sheet([held], now=NOW))[1],
-        *[t for _, t, _ in run_block(held, now=NOW) if "go on" in t],
+        *[t for _, t, _ in run_block(held, now=NOW, when=utc_time) if "go on" in t],
     ):
         assert f"o go on: krea-runner resume {typed}" in text
     assert "HELD: budget spent." in plain_lines(status_sheet([held], now=NOW))[1]
@@ -202,7 +202,7 @@ def test_problems_checkpoints_action_and_incident_are_noted(gang: Gang4, run: Ru
         " 1/3 ",
     ):
         assert said in text
-    block = "\n".join(f"{label} {text}" for label, text, _ in run_block(view, now=NOW))
+    block = "\n".join(f"{label} {text}" for label, text, _ in run_block(view, now=NOW, when=utc_time))
     for said in (
         "saved step 120, ",
         "not whole: step_128",
