@@ -59,43 +59,16 @@ class JobState(StrEnum):
         return self in _ENDED
 
 
-_QUEUED = frozenset(
-    {
-        JobState.PENDING,
-        JobState.REQUEUED,
-        JobState.REQUEUE_FED,
-        JobState.REQUEUE_HOLD,
-        JobState.SPECIAL_EXIT,
-        JobState.RESV_DEL_HOLD,
-    }
-)
+_QUEUED = frozenset(map(JobState, "PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD SPECIAL_EXIT RESV_DEL_HOLD".split()))
 _LIVE = frozenset(
-    {
-        JobState.CONFIGURING,
-        JobState.RUNNING,
-        JobState.SUSPENDED,
-        JobState.STOPPED,
-        JobState.COMPLETING,
-        JobState.STAGE_OUT,
-        JobState.SIGNALING,
-        JobState.RESIZING,
-    }
+    map(JobState, "CONFIGURING RUNNING SUSPENDED STOPPED COMPLETING STAGE_OUT SIGNALING RESIZING".split())
 )
 _ENDED = frozenset(
-    {
-        JobState.COMPLETED,
-        JobState.FAILED,
-        JobState.CANCELLED,
-        JobState.TIMEOUT,
-        JobState.DEADLINE,
-        JobState.NODE_FAIL,
-        JobState.BOOT_FAIL,
-        JobState.LAUNCH_FAILED,
-        JobState.RECONFIG_FAIL,
-        JobState.PREEMPTED,
-        JobState.OUT_OF_MEMORY,
-        JobState.REVOKED,
-    }
+    map(
+        JobState,
+        "COMPLETED FAILED CANCELLED TIMEOUT DEADLINE NODE_FAIL BOOT_FAIL LAUNCH_FAILED RECONFIG_FAIL PREEMPTED "
+        "OUT_OF_MEMORY REVOKED".split(),
+    )
 )
 
 

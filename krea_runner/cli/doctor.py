@@ -26,7 +26,6 @@ FULL_BYTES = 50 << 20
 SKEW_S = 5.0
 # A supervisor from cron looks once a minute; a few missed looks are the least that can mean anything.
 UNWATCHED_S = 300.0
-CRON_LINE = "* * * * * krea-runner supervise --for 55s"
 
 # Mount options under which two hosts do not see each other's locks: nfs(5), mount.lustre(8).
 LOCKLESS = frozenset({"nolock", "local_lock=all", "local_lock=posix", "noflock", "localflock"})
@@ -219,7 +218,7 @@ def _supervisor(history: "History", runs: "list[Run]") -> Iterator[Check]:
     tick = next((tick for tick in history.last_ticks() if tick.user == user), None)
     watched = tick is not None and now - tick.at < UNWATCHED_S
     needed = f"{len(runs)} active run{'s' * (len(runs) != 1)}"
-    hint = f"krea-runner supervise --every 10s, or with crontab -e: {CRON_LINE}"
+    hint = f"krea-runner supervise --every 10s, or with crontab -e: {_cron_line()}"
     if tick is None:
         yield Check("supervisor", not runs, f"has never looked; {needed}", hint if runs else "")
     elif tick.blind:
@@ -236,6 +235,12 @@ def _supervisor(history: "History", runs: "list[Run]") -> Iterator[Check]:
             f"looked {ago(now - tick.at)} on {tick.host}; {needed}",
             "" if watched or not runs else hint,
         )
+
+
+def _cron_line() -> str:
+    """With the whole path: cron's own PATH is /usr/bin:/bin."""
+    command = Path(sys.executable).with_name("krea-runner")
+    return f"* * * * * {command if command.exists() else f'{sys.executable} -m krea_runner'} supervise --for 55s"
 
 
 def _run_dirs(runs: "list[Run]") -> Iterator[Check]:

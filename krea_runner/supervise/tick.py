@@ -181,7 +181,7 @@ def _tick_run(
     if job.state is JobState.UNKNOWN:
         return RunLine(
             run,
-            f"could not see: Slurm says {job.raw_state!r}, a state this version does not know",
+            f"could not see: job {job.job_id} is {job.raw_state!r}, which says nothing we know",
             blind=True,
         )
 

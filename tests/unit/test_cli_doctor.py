@@ -69,7 +69,8 @@ def test_active_run_that_nobody_watches_fails_and_says_what_to_type(state: Path,
     assert never.returncode == 1
     supervisor = checks_of(never)["supervisor"]
     assert (supervisor["status"], supervisor["detail"]) == ("FAIL", "has never looked; 1 active run")
-    assert "* * * * * krea-runner supervise --for 55s" in supervisor["hint"]
+    assert "crontab -e: * * * * * /" in supervisor["hint"], "cron has no PATH to speak of"
+    assert supervisor["hint"].endswith(" supervise --for 55s")
 
     history.record_tick(TickRecord("login1", USER, time.time() - 3600, ""))
     assert checks_of(doctor(state, "--scheduler", "local", "--json"))["supervisor"]["status"] == "FAIL"
