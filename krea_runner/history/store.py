@@ -219,7 +219,7 @@ class History:
         with self._db.read() as connection:
             stored = connection.execute(
                 sa.select(attempts.c.watch).where(attempts.c.attempt_id == attempt_id)
-            ).scalar_one()
+            ).scalar_one_or_none()
         if stored is None:
             return None
         values = json.loads(stored)
