@@ -37,7 +37,10 @@ def main() -> None:
     dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(hours=1))
 
     torch.manual_seed(options.seed)
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)))
+    layers = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    # Only for bits that compare: DDP lays its buckets out anew after the first step of a process, and sums in another
+    # order from then on; with find_unused_parameters it keeps them, so a resumed run adds up as an undisturbed one does.
+    model = nn.parallel.DistributedDataParallel(layers, find_unused_parameters=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     step = resume(options.checkpoint_dir, model, optimizer)
     if rank == 0:

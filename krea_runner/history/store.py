@@ -97,7 +97,8 @@ class History:
         return run_of(row)
 
     def find_run(self, reference: str, *, user: str | None = None) -> Run:
-        """The newest run of that name or slug; `#7` or `7` is a run id when no run has it as its name.
+        """The newest run of that name or slug, one that is not over before one that is; `#7` or `7` is a run id when no
+        run has it as its name.
 
         Raises: NotFound.
         """
@@ -106,6 +107,7 @@ class History:
             query = query.where(runs.c.user == user)
         with self._db.read() as connection:
             found = [run_of(row) for row in connection.execute(query)]
+        found.sort(key=lambda run: run.state in {RunState.DONE, RunState.STOPPED})  # stable: newest first within each
         for run in found:
             if reference in {run.name, run.config.slug}:
                 return run

@@ -169,8 +169,9 @@ class LocalScheduler:
 
     def checks(self) -> list[Check]:
         hint = "name another place: export KREA_RUNNER_STATE_DIR=/path/you/may/write"
+        if not self.root.exists():
+            return [Check("local scheduler", True, f"{self.root}, not used yet")]
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
             with locked(self.root):
                 count = len(os.listdir(self.root / "jobs")) if (self.root / "jobs").exists() else 0
         except (OSError, SchedulerError) as error:

@@ -195,7 +195,7 @@ def test_supervisors_that_tick_at_once_requeue_once(lab: Lab) -> None:
 
 
 def test_without_a_controller_nothing_is_done_and_then_it_carries_on(lab: Lab, slurm_cluster) -> None:
-    job_id = lab.submit(step_time=1.5)
+    job_id = lab.submit(step_time=4.0)
     lab.wait_for_step(job_id, 1)
     lab.krea("supervise", "--once")
     time.sleep(3)  # a controller killed within 2 s of a job's start forgets that it runs (22.05.8)

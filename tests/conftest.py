@@ -1,0 +1,193 @@
+"""What tests of a real Slurm stand on: clusters of this machine, and an ordinary user."""
+
+import os
+import pwd
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+DEV_CLUSTER = Path(__file__).parents[1] / "scripts" / "dev-cluster"
+INSTALL = "apt-get install slurmctld slurmd slurm-client munge"
+TEST_USER = "krea-test"
+NODES = 4
+
+
+@dataclass
+class SlurmCluster:
+    folder: Path
+    nodes: list[str] = field(default_factory=lambda: [f"n{number + 1}" for number in range(NODES)])
+
+    @property
+    def conf(self) -> Path:
+        return self.folder / "slurm.conf"
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What a process needs to see this cluster."""
+        return {"SLURM_CONF": str(self.conf), "PATH": os.environ["PATH"] + ":/usr/sbin:/sbin"}
+
+    def stop_controller(self) -> None:
+        """Kill slurmctld; returns when it is gone."""
+        pid = int((self.folder / "run" / "slurmctld.pid").read_text())
+        os.kill(pid, 9)
+        until(lambda: not _answers(self, "scontrol", "ping"), "the controller's end")
+
+    def start_controller(self) -> None:
+        """Returns when it answers and knows its nodes again."""
+        environment = {**os.environ, **self.env}
+        subprocess.run(["slurmctld"], env=environment, check=True, stdin=subprocess.DEVNULL, capture_output=True)
+        until(lambda: "idle" in _out(self, "sinfo", "-h") or "alloc" in _out(self, "sinfo", "-h"), "the controller")
+
+
+def until(condition, what: str, patience_s: float = 60) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {patience_s} s for {what}"
+        time.sleep(0.1)
+
+
+def _answers(cluster: SlurmCluster, *argv: str) -> bool:
+    return subprocess.run(argv, env={**os.environ, **cluster.env}, capture_output=True, check=False).returncode == 0
+
+
+def _out(cluster: SlurmCluster, *argv: str) -> str:
+    environment = {**os.environ, **cluster.env}
+    return subprocess.run(argv, env=environment, capture_output=True, text=True, check=False).stdout
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster() -> Iterator[SlurmCluster]:
+    """Four nodes of eight cores, no accounting."""
+    yield from _cluster("plain")
+
+
+@pytest.fixture(scope="session")
+def slurm_accounting_cluster() -> Iterator[SlurmCluster]:
+    """The same with slurmdbd and MariaDB."""
+    for program in ("slurmdbd", "mariadbd"):
+        if shutil.which(program, path=os.environ["PATH"] + ":/usr/sbin") is None:
+            pytest.skip(f"{program} is not installed; as root type: apt-get install slurmdbd mariadb-server")
+    yield from _cluster("acct", "--accounting")
+
+
+def _cluster(name: str, *more: str) -> Iterator[SlurmCluster]:
+    if shutil.which("slurmctld", path=os.environ["PATH"] + ":/usr/sbin") is None:
+        pytest.skip(f"Slurm is not installed; as root type: {INSTALL}")
+    folder = Path(tempfile.gettempdir()) / f"krea-test-{name}-{os.getpid()}"
+    where = ["--dir", str(folder)]
+    argv = [sys.executable, str(DEV_CLUSTER), "up", *where, "--nodes", str(NODES), "--port-base", str(free_ports())]
+    done = subprocess.run([*argv, *more], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.fail(f"dev-cluster up: {done.stdout}{done.stderr}")
+    try:
+        yield SlurmCluster(folder)
+    finally:
+        subprocess.run([sys.executable, str(DEV_CLUSTER), "down", *where], check=True, capture_output=True)
+
+
+def free_ports(count: int = 120) -> int:
+    """The base of a range in which nobody listens now."""
+    for base in range(20000 + os.getpid() % 100 * 100, 60000, 200):
+        if all(_is_free(base + offset) for offset in (0, 1, 2, *range(101, count))):
+            return base
+    raise AssertionError("no free range of ports")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+# ------------------------------------------------------------------------------------------------------ ordinary user
+
+
+@dataclass
+class OrdinaryUser:
+    """Runs commands as somebody who is not root. `folder` is a place of the user's own that everybody may enter."""
+
+    name: str
+    uid: int
+    gid: int
+    folder: Path
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        timeout: float = 60,
+        check: bool = True,
+    ) -> subprocess.CompletedProcess[str]:
+        process = self.popen(argv, env=env, cwd=cwd)
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        assert not check or process.returncode == 0, f"{argv} as {self.name}: exit {process.returncode}\n{out}{err}"
+        return subprocess.CompletedProcess(argv, process.returncode, out, err)
+
+    def popen(
+        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> "subprocess.Popen[str]":
+        base = {key: os.environ[key] for key in ("PATH", "LANG") if key in os.environ}
+        identity = {"user": self.uid, "group": self.gid, "extra_groups": []} if os.geteuid() == 0 else {}
+        return subprocess.Popen(
+            list(argv),
+            env={**base, "HOME": str(self.folder), "USER": self.name, **(env or {})},
+            cwd=cwd or self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **identity,
+        )
+
+    def make_dir(self) -> Path:
+        folder = Path(tempfile.mkdtemp(prefix="case-", dir=self.folder))
+        folder.chmod(0o755)
+        os.chown(folder, self.uid, self.gid)
+        return folder
+
+
+@pytest.fixture(scope="session")
+def ordinary_user() -> Iterator[OrdinaryUser]:
+    """As root an account of its own, made when it is missing; otherwise whoever runs the tests."""
+    name = TEST_USER if os.geteuid() == 0 else pwd.getpwuid(os.geteuid()).pw_name
+    if os.geteuid() == 0 and not _exists(name):
+        made = subprocess.run(["useradd", "--no-create-home", name], capture_output=True, text=True, check=False)
+        if made.returncode != 0:
+            pytest.skip(f"cannot make the account {name}: {made.stderr.strip()}")
+    entry = pwd.getpwnam(name)
+    folder = Path(tempfile.mkdtemp(prefix="krea-user-"))
+    folder.chmod(0o755)
+    os.chown(folder, entry.pw_uid, entry.pw_gid)
+    user = OrdinaryUser(name, entry.pw_uid, entry.pw_gid, folder)
+    try:
+        seen = user.run([sys.executable, "-c", "import krea_runner.cli.app"], check=False)
+        if seen.returncode != 0:
+            reason = re.sub(r"\s+", " ", seen.stderr)[-300:]
+            pytest.skip(f"{name} cannot use this Python or this package (scripts/test arranges that): {reason}")
+        yield user
+    except PermissionError as error:
+        pytest.skip(f"{name} cannot use {sys.executable} (scripts/test arranges that): {error}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _exists(name: str) -> bool:
+    try:
+        pwd.getpwnam(name)
+    except KeyError:
+        return False
+    return True
