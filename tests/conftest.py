@@ -45,7 +45,7 @@ class SlurmCluster:
         """Returns when it answers and knows its nodes again."""
         environment = {**os.environ, **self.env}
         subprocess.run(["slurmctld"], env=environment, check=True, stdin=subprocess.DEVNULL, capture_output=True)
-        until(lambda: "idle" in _out(self, "sinfo", "-h") or "alloc" in _out(self, "sinfo", "-h"), "the controller")
+        until(lambda: re.search("idle|alloc|mix", _out(self, "sinfo", "-h")) is not None, "the controller")
 
 
 def until(condition, what: str, patience_s: float = 60) -> None:
