@@ -49,8 +49,8 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
         self._thread_pid = 0
         directory, self._attempt = env.get("KREA_HEARTBEAT_DIR"), _word(env.get("KREA_ATTEMPT", ""), 64)
-        self._rank = _number(env.get("RANK", env.get("SLURM_PROCID")), 0)
-        self._local_rank = _number(env.get("LOCAL_RANK", env.get("SLURM_LOCALID")), 0)
+        self._rank = _number(env.get("RANK") or env.get("SLURM_PROCID"), 0)
+        self._local_rank = _number(env.get("LOCAL_RANK") or env.get("SLURM_LOCALID"), 0)
         node = _word(env.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0], 64)
         self._path = os.path.join(directory, node + ".hb") if directory and self._attempt else None
         if self._path is not None and self._local_rank >= MAX_LOCAL_RANKS:
@@ -64,7 +64,10 @@ class Heartbeat:
     def step(self, number: int) -> None:
         """The optimizer step `number` is done."""
         first = self._step < 0
-        self._step = number
+        try:
+            self._step = max(0, int(number))
+        except (TypeError, ValueError, OverflowError):
+            self._warn("step %r is no number" % (number,))
         self._phase = _STEP
         self._beat += 1
         if first:  # the end of a restart: shown at once
@@ -81,12 +84,13 @@ class Heartbeat:
         `budget` is how long it may take (seconds, or "90s", "15m", "2h"); without it the run's own budgets hold.
         """
         outer = self._phase
-        self._phase = (_word(str(name), 24), self._seconds(budget))
+        self._phase = (_word(str(name), 24) or "_", self._seconds(budget))
         self._beat += 1
         try:
             yield
         finally:
-            self._phase = outer
+            # Steps inside the phase have ended the startup for good.
+            self._phase = _STEP if outer[0] == "startup" and self._step >= 0 else outer
             self._beat += 1
 
     def close(self) -> None:
@@ -118,6 +122,7 @@ class Heartbeat:
 
     def _forked(self) -> None:
         self._thread = None
+        self._wake = threading.Event()  # the parent's may have been locked at that moment
 
     def _run(self) -> None:
         while True:

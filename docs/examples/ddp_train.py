@@ -66,7 +66,7 @@ def main() -> None:
         time.sleep(max(0.0, options.step_time - (time.monotonic() - started)))
 
     if rank == 0:
-        weights = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
+        weights = b"".join(bytes(value.view(torch.uint8).flatten().tolist()) for value in model.state_dict().values())
         final = {"step": step, "sha256": hashlib.sha256(weights).hexdigest()}
         (options.checkpoint_dir / "final.json").write_text(json.dumps(final))
     dist.destroy_process_group()

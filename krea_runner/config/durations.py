@@ -3,9 +3,9 @@
 import re
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_PARTS = re.compile(r"(?:\d+(?:\.\d+)?[smhd])+")
+_PARTS = re.compile(r"(?:\d+(?:\.\d+)?[smhd])+", re.ASCII)
 # Slurm: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]] (sbatch.1, --time)
-_CLOCK = re.compile(r"(?:(?P<d>\d+)-(?=\d))?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
+_CLOCK = re.compile(r"(?:(?P<d>\d+)-(?=\d))?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?", re.ASCII)
 
 
 def parse_duration(value: object) -> float:
@@ -15,7 +15,10 @@ def parse_duration(value: object) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f'a duration is wanted, such as "90s", "15m" or "1h30m", not {value!r}')
-    seconds = _parse_text(value.strip().lower()) if isinstance(value, str) else float(value)
+    try:
+        seconds = _parse_text(value.strip().lower()) if isinstance(value, str) else float(value)
+    except OverflowError:
+        raise ValueError("a duration this long has no end") from None
     if not 0 < seconds < float("inf"):
         raise ValueError(f"a duration is more than zero, not {value!r}")
     return seconds

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from krea_runner.config.durations import is_slurm_time, parse_duration
@@ -22,8 +23,19 @@ def text(value: Any) -> str:
 
 def name(value: Any) -> str:
     result = text(value).strip()
-    if not 0 < len(result) <= 100:
-        raise ValueError("a name has 1 to 100 characters")
+    if not 0 < len(result) <= 100 or not result.isprintable():
+        raise ValueError(f"a name has 1 to 100 printable characters, unlike {result[:100]!r}")
+    return result
+
+
+def path(value: Any) -> str:
+    result = text(value)
+    if not result.strip():
+        raise ValueError("a path is wanted, not an empty text")
+    try:
+        Path(result).expanduser()
+    except RuntimeError:
+        raise ValueError(f"there is no home directory for {result!r}") from None
     return result
 
 
@@ -103,7 +115,9 @@ def options(value: Any) -> tuple[str, ...]:
     for item in value:
         if not isinstance(item, str) or not re.match(r"--[a-z]", item) or _CONTROL.search(item):
             raise ValueError(f"each extra option begins with -- and stays on one line, unlike {item!r}")
-        owned = OWNED.get(item[2:].split("=")[0].split()[0].replace("-", "_"))
+        word = item[2:].split("=")[0].split()[0].replace("-", "_")
+        # sbatch takes an option that is cut short, as any getopt_long program does: --job-n is --job-name.
+        owned = OWNED.get(word) or next((why for option, why in OWNED.items() if option.startswith(word)), None)
         if owned:
             raise ValueError(f"{item!r} is krea_runner's own: {owned}")
     return tuple(value)
@@ -158,8 +172,8 @@ TABLES: dict[str, tuple[Key, ...]] = {
     "run": (
         Key("name", name, "What people call it; any printable characters, at most 100.", required=True),
         Key("command", command, "What each rank runs: a list of words, or one shell line.", required=True),
-        Key("dir", text, "The run directory, on a file system all nodes share; relative to this file.", "runs/<name>"),
-        Key("workdir", text, "Where the command runs; relative to this file.", "."),
+        Key("dir", path, "The run directory, on a file system all nodes share; relative to this file.", "runs/<name>"),
+        Key("workdir", path, "Where the command runs; relative to this file.", "."),
         Key("scheduler", one_of(*SCHEDULERS), "`slurm`, or `local`: one machine that plays the nodes.", "slurm"),
     ),
     "env": (),
@@ -170,7 +184,7 @@ TABLES: dict[str, tuple[Key, ...]] = {
     "slurm": (*_SLURM_KEYS, Key("extra", options, "Whole sbatch options that have no key here.", "[]")),
     "budgets": (
         Key("startup", parse_duration, "From the start to the first step.", "30m"),
-        Key("step", parse_duration, "Between two beats while stepping. No budget is judged below 4 s.", "5m"),
+        Key("step", parse_duration, "Between two beats while stepping. No budget is judged below 3.5 s.", "5m"),
         Key("checkpoint", parse_duration, "In the phase `checkpoint`.", "15m"),
         Key("evaluation", parse_duration, "In the phase `evaluation`.", "30m"),
         Key("shutdown", parse_duration, "In the phase `shutdown`.", "10m"),
@@ -178,7 +192,7 @@ TABLES: dict[str, tuple[Key, ...]] = {
         Key("second_look", factor, "Without a second signal that agrees, wait this many times the budget.", "2.0"),
     ),
     "checkpoint": (
-        Key("dir", text, "Where checkpoints are; relative to workdir. Without it, lost steps are not known.", "none"),
+        Key("dir", path, "Where checkpoints are; relative to workdir. Without it, lost steps are not known.", "none"),
         Key("pattern", pattern, "The name of one checkpoint, {step} where its number stands.", "step_{step}"),
         Key("complete", file_name, "A file inside it that exists once it is whole; empty: its name is enough.", "COMPLETE"),
     ),

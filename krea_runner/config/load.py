@@ -27,6 +27,8 @@ def load_run(path: Path) -> RunConfig:
         raise ConfigError(
             f"{path} is not TOML: {error}", hint="strings stand in quotes, tables in [brackets]"
         ) from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets thousands deep
+        raise ConfigError(f"{path} cannot be read: {error}") from None
     checker = _Checker(_key_lines(source))
     values = checker.check(document)
     if checker.problems:
@@ -152,7 +154,7 @@ def _key_lines(source: str) -> dict[tuple[str, ...], int]:
     lines: dict[tuple[str, ...], int] = {}
     table: tuple[str, ...] = ()
     open_quotes = ""
-    for number, line in enumerate(source.splitlines(), start=1):
+    for number, line in enumerate(source.split("\n"), start=1):
         if open_quotes:
             open_quotes = "" if open_quotes in line else open_quotes
             continue

@@ -13,7 +13,7 @@ from krea_runner.model import Finding, JobState, RankWatch, Snapshot, Suspect, S
 # The client flushes once a second (heartbeat.py): three missed flushes are the least that can mean anything.
 FLUSH_SILENT_S = 3.0
 # No verdict sooner, whatever the budget: by then a silent flush is told from a live one, so that the right rank is named.
-LEAST_BUDGET_S = FLUSH_SILENT_S + 1.0
+LEAST_BUDGET_S = FLUSH_SILENT_S + 0.5
 NAMED = 4  # ranks a line has room for
 OVER = "done"  # the phase of a rank that has closed its heartbeat: it owes no more beats
 

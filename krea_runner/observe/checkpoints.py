@@ -2,6 +2,8 @@
 
 import os
 import re
+import stat
+from pathlib import Path
 
 from krea_runner.model import Checkpoint, CheckpointReading, CheckpointSpec
 
@@ -25,13 +27,21 @@ def read_checkpoints(spec: CheckpointSpec) -> CheckpointReading:
     for step, name in found:
         path = spec.directory / name
         try:
-            whole = not spec.complete or (path / spec.complete).is_file()
+            whole = not spec.complete or _is_file(path / spec.complete)
         except OSError as error:
             return CheckpointReading(problems=(f"could not look at checkpoint {path}: {error.strerror}",))
         if whole:
             return CheckpointReading(newest=Checkpoint(step, path), incomplete=tuple(incomplete))
         incomplete.append(name)
     return CheckpointReading(incomplete=tuple(incomplete))
+
+
+def _is_file(path: Path) -> bool:
+    """Path.is_file of Python 3.14 says False to what it could not see; this raises OSError."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _steps(pattern: str, names: list[str]) -> list[tuple[int, str]]:

@@ -4,6 +4,7 @@ Files are opened afresh, read once and bounded; a slot that is torn, empty, fore
 a record. What could not be read is said, one line a file or slot.
 """
 
+import math
 import os
 import re
 import stat
@@ -14,9 +15,10 @@ from krea_runner.heartbeat import FORMAT, MAX_LOCAL_RANKS, SLOT
 from krea_runner.model import HeartbeatReading, RankBeat
 
 _LINE = re.compile(
-    rb"%s rank=(\d{1,9}) local=(\d{1,4}) attempt=(\S{1,64}) beat=(\d{1,18}) flush=(\d{1,18}) step=(-1|\d{1,18}) "
-    rb"phase=(\S{1,24}) budget=(-|[0-9.e+]{1,16}) pid=(\d{1,10}) at=(\d{1,12}\.\d{3}) *" % FORMAT.encode()
+    rb"%s rank=(\d{1,9}) local=(\d{1,4}) attempt=([!-~]{1,64}) beat=(\d{1,18}) flush=(\d{1,18}) step=(-1|\d{1,18}) "
+    rb"phase=([!-~]{1,24}) budget=(-|[0-9.e+-]{1,16}) pid=(\d{1,10}) at=(\d{1,12}\.\d{3}) *" % FORMAT.encode()
 )
+_NODE = re.compile(r"[A-Za-z0-9._+\[\]-]{1,64}")  # what the writer makes of a node's name
 _CRC_AT = SLOT - 14
 _TORN = "torn, or not a heartbeat"
 
@@ -33,6 +35,9 @@ def read_heartbeats(directory: Path, attempt: str) -> HeartbeatReading:
     except OSError as error:
         return HeartbeatReading(problems=(f"could not list heartbeats in {directory}: {error.strerror}",))
     for name in names:
+        if not _NODE.fullmatch(name.removesuffix(".hb")):
+            problems.append(f"{_shown(name)}: not named after a node")
+            continue
         try:
             parsed = _parse_file(directory / name, attempt)
             if _TORN in parsed:  # caught in the middle of a write: the next look finds it whole
@@ -44,10 +49,11 @@ def read_heartbeats(directory: Path, attempt: str) -> HeartbeatReading:
             if isinstance(beat, str):
                 problems.append(f"{_shown(name)} slot {slot}: {beat}")
             elif beat is not None:
-                if beat.rank in ranks and ranks[beat.rank].flush >= beat.flush:
-                    problems.append(f"{_shown(name)} slot {slot}: rank {beat.rank} is in another file too")
-                    continue
-                ranks[beat.rank] = beat
+                other = ranks.get(beat.rank)
+                if other is not None:
+                    problems.append(f"{_shown(name)} slot {slot}: rank {beat.rank} is in another slot too")
+                if other is None or other.flush < beat.flush:
+                    ranks[beat.rank] = beat
     return HeartbeatReading(ranks=tuple(ranks[rank] for rank in sorted(ranks)), problems=tuple(problems))
 
 
@@ -90,6 +96,8 @@ def _parse(line: bytes, node: str, slot: int, attempt: str) -> RankBeat | str | 
         budget_s = None if budget == "-" else float(budget)
     except ValueError:
         return f"budget {budget} is no number"
+    if budget_s is not None and not 0 < budget_s < math.inf:
+        return f"budget {budget} is no length of time"
     return RankBeat(
         rank=int(rank),
         local_rank=slot,

@@ -3,13 +3,16 @@
 import json
 import os
 import re
+import stat
 from pathlib import Path
 
 from krea_runner.model import AttemptKey, LogReading, ScriptEnd
 from krea_runner.rundir import RunDir
 
 TAIL_BYTES = 64 * 1024
-_CONTROL = re.compile(r"[^\t\n\x20-\x7e\xa0-\U0010ffff]")
+# All but printable text: also line separators, marks that turn the direction of a line, and lone surrogates.
+_CONTROL = re.compile(r"[^\t\n\x20-\x7e\xa0-\u2027\u202f-\u2065\u206a-\ud7ff\ue000-\U0010ffff]")
+_MARKER = "krea_runner: attempt "
 
 
 def printable(text: str) -> str:
@@ -19,7 +22,7 @@ def printable(text: str) -> str:
 
 def attempt_marker(attempt: AttemptKey) -> str:
     """The line with which the batch script begins an attempt in the log that all attempts of a job share."""
-    return f"krea_runner: attempt {attempt} "
+    return f"{_MARKER}{attempt} "
 
 
 def read_logs(run_dir: RunDir, attempt: AttemptKey) -> LogReading:
@@ -29,9 +32,8 @@ def read_logs(run_dir: RunDir, attempt: AttemptKey) -> LogReading:
         size = sum(entry.stat().st_size for entry in _files(run_dir.attempt_logs(attempt)))
         batch_size, tail = _tail(batch)
     except OSError as error:
-        return LogReading(problems=(f"could not read the logs of {attempt}: {error.strerror} ({error.filename})",))
-    start = tail.rfind(attempt_marker(attempt))
-    return LogReading(size_bytes=size + batch_size, tail=printable(tail[start:] if start >= 0 else ""))
+        return LogReading(problems=(f"could not read the logs of {attempt}: {error.strerror} ({error.filename!r})",))
+    return LogReading(size_bytes=size + batch_size, tail=printable(_part_of(attempt, tail)))
 
 
 def read_script_end(run_dir: RunDir, attempt: AttemptKey) -> ScriptEnd | None:
@@ -45,9 +47,18 @@ def read_script_end(run_dir: RunDir, attempt: AttemptKey) -> ScriptEnd | None:
             event = json.loads(line)
             if event["event"] == "attempt_end":
                 return ScriptEnd(exit_code=int(event["exit_code"]), at=float(event["at"]))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue  # a torn line: the script was killed while writing it
     return None
+
+
+def _part_of(attempt: AttemptKey, text: str) -> str:
+    """From the attempt's marker to the next attempt's; empty when its marker is not in sight."""
+    start = text.rfind(attempt_marker(attempt))
+    if start < 0:
+        return ""
+    end = text.find(f"\n{_MARKER}", start)
+    return text[start:] if end < 0 else text[start : end + 1]
 
 
 def _files(folder: Path) -> list[os.DirEntry[str]]:
@@ -64,7 +75,10 @@ def _tail(path: Path) -> tuple[int, str]:
     except FileNotFoundError:
         return 0, ""
     try:
-        size = os.fstat(descriptor).st_size
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(0, "not a regular file", str(path))
+        size = status.st_size
         data = os.pread(descriptor, TAIL_BYTES, max(0, size - TAIL_BYTES))
     finally:
         os.close(descriptor)
