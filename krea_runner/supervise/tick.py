@@ -1,7 +1,7 @@
 """One pass of the supervisor over all runs of a user: observe → diagnose → decide → act, and one sentence a run."""
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from krea_runner.clock import Clock
@@ -93,54 +93,47 @@ def tick(supervisor: Supervisor) -> TickReport:
         + history.runs_with_open_actions(user=supervisor.user)
     }
     for kind in sorted({run.config.scheduler for run in runs.values()}):
-        group = [run for run in runs.values() if run.config.scheduler == kind]
-        try:
-            scheduler = supervisor.open_scheduler(kind)
-            jobs = scheduler.jobs([run.job_id for run in group if run.job_id is not None])
-        except SchedulerError as error:
-            report.lines += [RunLine(run, f"could not see: {error}", blind=True) for run in group]
-            continue
-        _tick_group(supervisor, scheduler, group, jobs, report)
+        _tick_group(supervisor, kind, [run for run in runs.values() if run.config.scheduler == kind], report)
     if not supervisor.dry_run:
         history.record_tick(TickRecord(socket.gethostname(), supervisor.user, clock.wall(), report.blind))
     return report
 
 
-def _tick_group(
-    supervisor: Supervisor,
-    scheduler: Scheduler,
-    group: list[Run],
-    jobs: Mapping[str, JobRecord],
-    report: TickReport,
-) -> None:
+def _tick_group(supervisor: Supervisor, kind: str, runs: list[Run], report: TickReport) -> None:
+    """All runs of one scheduler: leases first, so that what is then asked cannot be outdated by another supervisor."""
     history, clock = supervisor.history, supervisor.clock
+    leases: dict[int, Lease] = {}
     work: list[Work] = []
-    leases: list[Lease] = []
     try:
-        for run in group:
+        for run in runs:
             lease = _lease(supervisor, run)
-            if lease is None:
+            if lease is not None:
+                leases[run.run_id] = lease
+            else:
                 holder = history.lease_holder(run.run_id) or "another supervisor"
                 report.lines.append(RunLine(run, f"left to {holder}, who holds its lease"))
-                continue
-            leases.append(lease)
-            current = history.run(run.run_id)  # as it is under the lease
-            job = jobs.get(current.job_id) if current.job_id else None
-            line = _tick_run(supervisor, scheduler, current, job, lease, report)
-            report.lines.append(line)
+        ours = [history.run(run_id) for run_id in leases]  # as they are under the lease
+        scheduler = supervisor.open_scheduler(kind)
+        jobs = scheduler.jobs([run.job_id for run in ours if run.job_id is not None])
+        for run in ours:
+            job = jobs.get(run.job_id) if run.job_id else None
+            report.lines.append(_tick_run(supervisor, scheduler, run, job, leases[run.run_id], report))
             action = None if supervisor.dry_run else history.open_action(run.run_id)
             if action is not None:
-                work.append(Work(current, scheduler, lease, action))
+                work.append(Work(run, scheduler, leases[run.run_id], action))
         carry_out(work, history, clock, deadline=clock.mono() + ACT_S)
     except SchedulerError as error:
-        open_ones = [item.run for item in work if item.action.stage.is_open] or group[:1]
-        report.lines += [RunLine(run, f"could not see: {error}", blind=True) for run in open_ones]
+        settled = {line.run.run_id for line in report.lines} - {
+            item.run.run_id for item in work if item.action.stage.is_open
+        }
+        unseen = [run for run in runs if run.run_id not in settled]
+        report.lines += [RunLine(run, f"could not see: {error}", blind=True) for run in unseen]
     except LeaseLost as error:
-        report.lines.append(RunLine(group[0], str(error)))
+        report.lines.append(RunLine(runs[0], str(error)))
     finally:
         report.lines += [RunLine(item.run, _action_line(item), news=True) for item in work]
         if not supervisor.dry_run:
-            for lease in leases:
+            for lease in leases.values():
                 history.drop_lease(lease)
 
 
@@ -184,6 +177,11 @@ def _tick_run(
             f"could not see: job {job.job_id} is {job.raw_state!r}, which says nothing we know",
             blind=True,
         )
+
+    latest = history.latest_attempt(run.run_id)
+    if latest is not None and latest.key.job_id == job.job_id and latest.key.restart_count > job.restart_count:
+        told, known = job.restart_count, latest.key.restart_count
+        return RunLine(run, f"could not see: told of restart {told} when {known} is on record", blind=True)
 
     attempt, before = _attempt_of(supervisor, run, job)
     snapshot = observe(run, job, attempt, _remembered(supervisor, attempt), supervisor.clock)

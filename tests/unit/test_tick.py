@@ -292,3 +292,20 @@ def test_a_look_between_ticks_sees_the_hang_the_first_step_and_the_scripts_end(d
     desk.run_dir.script_events(AttemptKey("7")).write_text('{"event":"attempt_end","exit_code":1,"at":1}\n')
     desk.beat(2, flush=20)
     assert look(supervisor, report)
+
+
+def test_an_outdated_answer_is_not_a_new_requeue(desk: Desk) -> None:
+    desk.tick()
+    desk.tick(dataclasses.replace(RUNNING, restart_count=1))
+    (incident,) = desk.history.incidents()
+    report = desk.tick(RUNNING)
+    assert "restart 0 when 1 is on record" in report.blind
+    assert desk.history.incidents() == [incident]
+
+
+def test_the_scheduler_is_asked_under_the_lease(desk: Desk) -> None:
+    seen: list[str | None] = []
+    asked = desk.says.jobs
+    desk.says.jobs = lambda job_ids: (seen.append(desk.history.lease_holder(desk.run_id)), asked(job_ids))[1]
+    desk.tick()
+    assert seen == [desk.holder]
