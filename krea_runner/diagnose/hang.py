@@ -90,7 +90,9 @@ def _no_heartbeat(snapshot: Snapshot, running_s: float) -> HangJudgement:
 def _ages(snapshot: Snapshot, watch: Watch) -> list[_RankAge]:
     budgets = snapshot.run.config.budgets
     known = {rank.rank: rank for rank in watch.ranks}
-    world = range(max(snapshot.run.config.gang.world_size, max(known) + 1))
+    # A gang that has stepped has all its ranks: one that never wrote does not take part (only rank 0 beats, say).
+    stepped = any(rank.step >= 0 for rank in watch.ranks)
+    world = sorted(known) if stepped else range(max(snapshot.run.config.gang.world_size, max(known) + 1))
 
     def age(number: int) -> _RankAge:
         rank: RankWatch | None = known.get(number)

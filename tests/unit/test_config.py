@@ -192,7 +192,7 @@ def test_every_problem_is_said_at_once_in_file_order_with_its_line(toml) -> None
         (RUN + "gang = 1\n", 4),
         ("gang.nods = 1\n" + RUN, 1),
         ("gang = { nodes = 1, nods = 1 }\n" + RUN, 1),
-        ('# a separator\u2028in a comment\x0c\n[gang]\nnods = 1\n'.replace("\x0c", "") + RUN, 3),
+        ("# a separator\u2028 in a comment\n[gang]\nnods = 1\n" + RUN, 3),
         ("[run]\r\nname = 'x'\r\ncommand = ['x']\r\n[gang]\r\nnods = 1\r\n", 5),
         ('[run]\nname = "x"\ncommand = """\n[gang]\nnods = 1\n"""\n[gang]\nnods = 1\n', 8),
     ],
@@ -230,7 +230,10 @@ def test_a_wrong_value_is_named_with_its_key_and_line(toml, table, key, value) -
 
 def test_what_is_missing_is_said_also_of_an_empty_file(toml) -> None:
     error = refused(toml(""))
-    assert [problem.split(":")[0] for problem in error.problems] == ["[run] name is missing", "[run] command is missing"]
+    assert [problem.split(":")[0] for problem in error.problems] == [
+        "[run] name is missing",
+        "[run] command is missing",
+    ]
 
 
 def test_a_key_under_the_wrong_table_is_told_where_it_belongs(toml) -> None:
@@ -279,7 +282,14 @@ def test_a_syntax_error_is_said_with_its_line(toml) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["x = " + "[" * 20_000, "x = " + "{a=" * 20_000, "x = 1" + "0" * 5_000, "x = \x00", "x = 1\nx = 2", "a.b = 1\n[a.b]"],
+    [
+        "x = " + "[" * 20_000,
+        "x = " + "{a=" * 20_000,
+        "x = 1" + "0" * 5_000,
+        "x = \x00",
+        "x = 1\nx = 2",
+        "a.b = 1\n[a.b]",
+    ],
     ids=range(6),
 )
 def test_nothing_that_is_no_toml_is_a_traceback(toml, content) -> None:
@@ -339,7 +349,7 @@ def test_a_plain_name_is_its_own_slug() -> None:
     assert slug_of("llm-7b_v1.2") == "llm-7b_v1.2"
 
 
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=100), unique=True, max_size=20))
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=100), unique=True, max_size=20))
 def test_different_names_have_different_slugs(names) -> None:
     slugs = [slug_of(name) for name in names]
     assert len(set(slugs)) == len(names)

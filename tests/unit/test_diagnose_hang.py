@@ -119,6 +119,7 @@ def test_no_heartbeat_at_all_is_blindness_after_the_startup_budget(gang) -> None
 
 def test_a_rank_that_never_wrote_is_missed_after_the_startup_budget(gang) -> None:
     gang.hidden = frozenset({3})
+    gang.change(*ALL, step=-1, phase="startup")
     assert judge_hang(gang.pass_time(50)).finding is None
     finding = judge_hang(gang.pass_time(15)).finding
     assert finding is not None
@@ -176,3 +177,20 @@ def test_a_phase_change_counts_as_progress(gang) -> None:
     gang.pass_time(9)
     gang.change(*ALL, phase="evaluation")
     assert judge_hang(gang.pass_time(45)).finding is None
+
+
+def test_where_only_rank_0_beats_the_others_are_not_missed(gang) -> None:
+    gang.hidden = frozenset({1, 2, 3})
+    gang.pass_time(100, beating={0}, logging=True)
+    assert judge_hang(gang.pass_time(15, logging=True)).finding is None  # past its budget, and nothing agrees
+    finding = judge_hang(gang.pass_time(10, logging=True)).finding
+    assert finding is not None
+    assert "2 times the budget" in finding.agreed_by
+
+
+def test_a_missing_rank_is_not_held_against_a_run_whose_heartbeats_cannot_be_read(gang) -> None:
+    gang.hidden, gang.problems = frozenset({3}), ("n2.hb: Input/output error",)
+    gang.change(*ALL, step=-1, phase="startup")
+    judgement = judge_hang(gang.pass_time(100))
+    assert judgement.finding is None
+    assert judgement.blind
