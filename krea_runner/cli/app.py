@@ -43,6 +43,11 @@ def _app() -> "typer.Typer":  # Typer is loaded here, not at the top
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 
+    def say_version(asked: bool) -> None:
+        if asked:
+            typer.echo(f"krea-runner {__version__}")
+            raise typer.Exit
+
     @app.callback()
     def options(
         state_dir: Annotated[
@@ -53,11 +58,11 @@ def _app() -> "typer.Typer":  # Typer is loaded here, not at the top
                 show_default=False,
             ),
         ] = None,
-        version: Annotated[bool, typer.Option("--version", "-V", help="Print the version and exit.")] = False,
+        version: Annotated[
+            bool,
+            typer.Option("--version", "-V", is_eager=True, callback=say_version, help="Print the version and exit."),
+        ] = False,
     ) -> None:
-        if version:
-            typer.echo(f"krea-runner {__version__}")
-            raise typer.Exit
         if state_dir is not None:
             os.environ["KREA_RUNNER_STATE_DIR"] = str(state_dir.absolute())
 

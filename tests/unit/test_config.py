@@ -390,20 +390,24 @@ def test_durations(value, seconds) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["", "90", "m", "1h 30m", "1w", "-5m", "5m-", "1-", "::", "1:2:3:4", "0s", "00:00", "١m", "9" * 400 + "d"]
-    + ["9" * 400 + ":00", "9" * 5000 + ":00", 10**400, True, None, [], {}, float("nan"), float("inf"), 0, -1],
+    [
+        *["", "90", "m", "1h 30m", "1w", "-5m", "5m-", "1-", "::", "1:2:3:4", "0s", "00:00", "١m"],
+        *["9" * 400 + "d", "9" * 400 + ":00", "9" * 5000 + ":00", 10**400],
+        *[True, None, [], {}, float("nan"), float("inf"), 0, -1],
+    ],
 )
 def test_what_is_no_duration_is_refused_with_what_would_be_right(value) -> None:
-    with pytest.raises(ValueError, match="duration|more than zero|digits"):
+    with pytest.raises(ValueError, match=r"duration|more than zero|digits"):
         parse_duration(value)
 
 
 @given(st.one_of(st.text(), st.integers(), st.floats(), st.text("0123456789:-.smhd")))
 def test_a_duration_is_a_positive_number_or_refused(value) -> None:
     try:
-        assert 0 < parse_duration(value) < float("inf")
-    except ValueError as error:
-        assert str(error)
+        seconds = parse_duration(value)
+    except ValueError:
+        return
+    assert 0 < seconds < float("inf")
 
 
 @pytest.mark.parametrize("text", ["90", "90:00", "1:30:00", "1-0", "1-12:00", "2-00:00:00", "UNLIMITED", "infinite"])

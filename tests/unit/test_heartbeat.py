@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -168,7 +169,7 @@ def test_the_first_step_reaches_the_file_while_training_goes_on(rank) -> None:
 
 
 def test_the_first_step_wakes_the_flusher(rank) -> None:
-    script = "import heartbeat; heartbeat.FLUSH_S = 1e6\nprint('ready', flush=True)\nsys.stdin.readline()\nhb.step(3)\nsys.stdin.read()"
+    script = "print('ready', flush=True)\nsys.stdin.readline()\nhb.step(3)\nsys.stdin.read()"
     begin = "import os, sys, time, heartbeat\nheartbeat.FLUSH_S = 1e6\nhb = heartbeat.Heartbeat()\n"
     process = rank.popen(script, begin=begin)
     assert process.stdout.readline() == "ready\n"
@@ -407,3 +408,27 @@ def test_the_file_alone_works_on_every_python(rank, version) -> None:
     done = rank.run(script, python)
     assert (done.returncode, done.stdout, done.stderr) == (0, version + "\n", "")
     assert (rank.beat().step, rank.beat().phase) == (2, "done")
+
+
+MAIN = """
+int main(int argc, char **argv) {
+  return argc != 2 || write_heartbeat(argv[1], "41.r2", 5, 1, 812, 340, 790, "checkpoint") != 0;
+}
+"""
+
+
+def test_the_c_of_the_reference_page_writes_what_the_reader_reads(tmp_path) -> None:
+    page = (SOURCE.parents[1] / "docs" / "reference" / "heartbeat.md").read_text()
+    (code,) = re.findall(r"```c\n(.*?)```", page, re.DOTALL)
+    source, program = tmp_path / "beat.c", tmp_path / "beat"
+    probe = ["cc", "-E", "-xc", "-include", "zlib.h", "/dev/null"]
+    if shutil.which("cc") is None or subprocess.run(probe, capture_output=True, check=False).returncode != 0:
+        pytest.skip("no C compiler with zlib here: the C of docs/reference/heartbeat.md is NOT tested")
+    source.write_text(code + MAIN)
+    subprocess.run(["cc", "-Wall", "-Wextra", "-Werror", "-o", program, source, "-lz"], check=True)
+    subprocess.run([program, tmp_path / "n1.hb"], check=True)
+    reading = read_heartbeats(tmp_path, ATTEMPT)
+    assert reading.problems == ()
+    (beat,) = reading.ranks
+    assert (beat.rank, beat.local_rank, beat.beat, beat.flush, beat.step) == (5, 1, 812, 340, 790)
+    assert (beat.phase, beat.phase_budget_s) == ("checkpoint", None)
