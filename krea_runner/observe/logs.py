@@ -45,7 +45,7 @@ def read_script_end(run_dir: RunDir, attempt: AttemptKey) -> ScriptEnd | None:
     for line in reversed(text.splitlines()):
         try:
             event = json.loads(line)
-            if event["event"] == "attempt_end":
+            if event["event"] == "attempt_end" and 0 <= int(event["exit_code"]) < 256:
                 return ScriptEnd(exit_code=int(event["exit_code"]), at=float(event["at"]))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue  # a torn line: the script was killed while writing it
