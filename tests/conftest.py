@@ -4,6 +4,7 @@ import os
 import pwd
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +25,7 @@ NODES = 4
 @dataclass
 class SlurmCluster:
     folder: Path
-    nodes: list[str] = field(default_factory=lambda: [f"n{number + 1}" for number in range(NODES)])
+    node_names: list[str] = field(default_factory=lambda: [f"n{number + 1}" for number in range(NODES)])
 
     @property
     def conf(self) -> Path:
@@ -82,16 +83,21 @@ def slurm_accounting_cluster() -> Iterator[SlurmCluster]:
 def _cluster(name: str, *more: str) -> Iterator[SlurmCluster]:
     if shutil.which("slurmctld", path=os.environ["PATH"] + ":/usr/sbin") is None:
         pytest.skip(f"Slurm is not installed; as root type: {INSTALL}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends the tests ends the cluster too
     folder = Path(tempfile.gettempdir()) / f"krea-test-{name}-{os.getpid()}"
-    where = ["--dir", str(folder)]
-    argv = [sys.executable, str(DEV_CLUSTER), "up", *where, "--nodes", str(NODES), "--port-base", str(free_ports())]
-    done = subprocess.run([*argv, *more], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.fail(f"dev-cluster up: {done.stdout}{done.stderr}")
+    where = ("--dir", str(folder))
     try:
+        dev_cluster("up", *where, "--nodes", str(NODES), "--port-base", str(free_ports()), *more)
         yield SlurmCluster(folder)
     finally:
-        subprocess.run([sys.executable, str(DEV_CLUSTER), "down", *where], check=True, capture_output=True)
+        dev_cluster("down", *where)
+
+
+def dev_cluster(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, str(DEV_CLUSTER), *words]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
+    assert not check or done.returncode == 0, f"dev-cluster {' '.join(words)}: {done.stdout}{done.stderr}"
+    return done
 
 
 def free_ports(count: int = 120) -> int:
@@ -180,7 +186,7 @@ def ordinary_user() -> Iterator[OrdinaryUser]:
             pytest.skip(f"{name} cannot use this Python or this package (scripts/test arranges that): {reason}")
         yield user
     except PermissionError as error:
-        pytest.skip(f"{name} cannot use {sys.executable} (scripts/test arranges that): {error}")
+        pytest.skip(f"{name} cannot use {sys.executable} in {folder} (scripts/test arranges that): {error}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
