@@ -67,4 +67,3 @@ def test_a_supervisor_killed_anywhere_requeues_once(tmp_path: Path, monkeypatch:
     assert scheduler.jobs(["1"])["1"].restart_count == 1
     assert len(history.incidents()) == 1
     assert [action.stage for action in history.actions(run.run_id)] == [ActionStage.DONE]
-    assert history.lease_holder(run.run_id) is None

@@ -32,7 +32,7 @@ def living(*words: str) -> list[str]:
 
 def system_files() -> dict[Path, int]:
     """What Slurm, munge and MariaDB have in the system's own folders, and when it was last written."""
-    roots = (Path("/etc"), Path("/run"), Path("/var/lib"), Path("/var/log"))
+    roots = (Path("/etc"), Path("/run"))
     names = ("*slurm*", "*munge*", "*mysql*", "*mariadb*")
     folders = [path for root in roots for name in names for path in root.glob(name)]
     return {path: path.stat().st_mtime_ns for folder in folders for path in (folder, *folder.rglob("*"))}
