@@ -108,10 +108,13 @@ def test_a_path_that_slurm_cannot_hold_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("verb", ["up", "down"])
 def test_a_folder_that_it_did_not_make_is_left_alone(tmp_path: Path, verb: str) -> None:
     (tmp_path / "slurm.conf").write_text("ClusterName=production\n")
-    done = dev_cluster(verb, "--dir", str(tmp_path), "--port-base", str(free_ports()), check=False)
-    assert done.returncode == 1
-    assert str(tmp_path) in done.stderr
-    assert (tmp_path / "slurm.conf").read_text() == "ClusterName=production\n"
+    try:
+        done = dev_cluster(verb, "--dir", str(tmp_path), "--port-base", str(free_ports()), check=False)
+        assert done.returncode == 1
+        assert str(tmp_path) in done.stderr
+        assert (tmp_path / "slurm.conf").read_text() == "ClusterName=production\n"
+    finally:
+        dev_cluster("down", "--dir", str(tmp_path), check=False)  # ends what must not have been started
 
 
 def test_an_ordinary_users_job_runs_as_that_user(slurm_cluster, ordinary_user) -> None:
