@@ -27,7 +27,9 @@ def demo(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Which rank is hit when.", show_default="random")] = None,
 ) -> None:
-    """See it work, on this machine and in half a minute: a small training run survives a frozen and a killed rank.
+    """See it work on this machine, in half a minute.
+
+    A small training run survives a frozen and a killed rank.
 
     Two nodes with two ranks each really train a small model. One rank is frozen, later one is killed, both from
     outside; the supervisor has to notice by itself. At the end the weights are compared with those of a run that

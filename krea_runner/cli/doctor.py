@@ -40,7 +40,9 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> None:
-    """Check that this host can supervise runs, and say what to type where it cannot.
+    """Check that this host can supervise runs.
+
+    And say what to type where it cannot.
 
     Exit code 0: nothing FAILs. A `warn` is worth reading and stops nothing.
 

@@ -16,7 +16,9 @@ def history(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
     limit: Annotated[int, typer.Option("--limit", "-n", min=0, help="Only the newest so many; 0: all of them.")] = 0,
 ) -> None:
-    """Show what went wrong and what was done about it, one line an incident, oldest first.
+    """Show what went wrong and what was done.
+
+    One line an incident, oldest first.
 
     lost: steps since the newest whole checkpoint. noticed: time from the last progress to the incident. resumed: time
     from the incident to the first step of the next attempt. In a pipe nothing is cut off and times are UTC.

@@ -11,7 +11,9 @@ def resume(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Name of the run, or #ID.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; change nothing.")] = False,
 ) -> None:
-    """Let a held run go on: its job is requeued from the last checkpoint, with a new restart budget.
+    """Let a held run go on.
+
+    Its job is requeued from the last checkpoint, with a new restart budget.
 
     Example: krea-runner resume llm-7b
     """

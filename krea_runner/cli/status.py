@@ -24,7 +24,9 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
     show_all: Annotated[bool, typer.Option("--all", "-a", help="Also runs that ended more than a day ago.")] = False,
 ) -> None:
-    """Show your runs: where they are, whether they move, what was last done about them. Changes nothing.
+    """Show where your runs are.
+
+    And whether they move, and what was last done about them. Changes nothing.
 
     Exit code 75: the scheduler could not be asked; what is known without it is shown.
 

@@ -12,7 +12,9 @@ def stop(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; change nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> None:
-    """End a run for good: its job is cancelled and it is never restarted.
+    """End a run for good.
+
+    Its job is cancelled and it is never restarted.
 
     The intent is recorded first: should the scheduler not answer now, the next tick cancels the job.
 

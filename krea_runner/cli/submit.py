@@ -16,7 +16,9 @@ def submit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script and submit nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> None:
-    """Submit a run as one gang and record it; from then on `supervise` keeps it going.
+    """Submit a run and record it.
+
+    One gang, all nodes or none; from then on `supervise` keeps it going.
 
     Example: krea-runner submit run.toml --dry-run
     """

@@ -23,7 +23,9 @@ def supervise(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Look and say what would be done; write nothing.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say something of every run at every tick.")] = False,
 ) -> None:
-    """Look at all your runs, record what failed, and restart it.
+    """Look at your runs; restart what failed.
+
+    What failed is on record before anything is done about it.
 
     Quiet when all is well. Exit code 75: it could not see (controller away, history locked) and did nothing about that.
 
