@@ -45,6 +45,8 @@ def command(value: Any) -> tuple[str, ...] | str:
             raise ValueError("a command cannot hold a zero byte")
         return value
     if isinstance(value, list) and value and all(isinstance(word, str) and "\x00" not in word for word in value):
+        if not value[0] or value[0].startswith("-"):  # srun would take it for an option of its own
+            raise ValueError(f"a program is wanted as the first word, not {value[0]!r}")
         return tuple(value)
     raise ValueError('a list of words is wanted, such as ["python", "train.py"], or one shell line in quotes')
 
@@ -120,6 +122,8 @@ def options(value: Any) -> tuple[str, ...]:
         owned = OWNED.get(word) or next((why for option, why in OWNED.items() if option.startswith(word)), None)
         if owned:
             raise ValueError(f"{item!r} is krea_runner's own: {owned}")
+        if re.search(r"[^a-z0-9-]", item.split("=")[0]):  # a second option could hide behind a blank
+            raise ValueError(f"one option is written --name=value, unlike {item!r}")
     return tuple(value)
 
 
@@ -172,7 +176,7 @@ TABLES: dict[str, tuple[Key, ...]] = {
     "run": (
         Key("name", name, "What people call it; any printable characters, at most 100.", required=True),
         Key("command", command, "What each rank runs: a list of words, or one shell line.", required=True),
-        Key("dir", path, "The run directory, on a file system all nodes share; relative to this file.", "runs/<name>"),
+        Key("dir", path, "The run directory, on a file system of all nodes; relative to this file. No `\\`, one `%` at most.", "runs/<name>"),
         Key("workdir", path, "Where the command runs; relative to this file.", "."),
         Key("scheduler", one_of(*SCHEDULERS), "`slurm`, or `local`: one machine that plays the nodes.", "slurm"),
     ),

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from krea_runner.config.keys import OWNED, TABLES, Key
+from krea_runner.config.lines import key_lines
 from krea_runner.errors import ConfigError
 from krea_runner.model import Budgets, CheckpointSpec, Gang, Policy, RunConfig
 
@@ -16,6 +17,9 @@ MAX_BYTES = 1 << 20
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # What the batch script sets itself, or what would leak another job into this one.
 _ENV_OWNED = re.compile(r"(SLURM|SBATCH|SRUN|KREA)_.*|RANK|LOCAL_RANK|WORLD_SIZE")
+# No line of a script and no message can hold these; the last are bytes of a path that is not UTF-8.
+_UNWRITABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_ENV_READ_ONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
 
 
 def load_run(path: Path) -> RunConfig:
@@ -29,13 +33,15 @@ def load_run(path: Path) -> RunConfig:
         ) from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets thousands deep
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    checker = _Checker(_key_lines(source))
+    checker = _Checker(key_lines(source))
     values = checker.check(document)
+    base = path.absolute().parent
+    checker.check_places(values, base)
     if checker.problems:
         ordered = [text for _, text in sorted(checker.problems, key=lambda problem: problem[0])]
         count = f"{len(ordered)} problem" + ("s" if len(ordered) > 1 else "")
         raise ConfigError(f"{path} has {count}", problems=ordered, hint="all keys: docs/reference/run-toml.md")
-    return _build(values, path.absolute().parent)
+    return _build(values, base)
 
 
 def slug_of(name: str) -> str:
@@ -117,6 +123,8 @@ class _Checker:
                 self._problem(place, f"[env] {name!r} is no name of an environment variable")
             elif _ENV_OWNED.fullmatch(name):
                 self._problem(place, f"[env] {name} is set by Slurm or krea_runner for each attempt")
+            elif name in _ENV_READ_ONLY:
+                self._problem(place, f"[env] {name} is bash's own and cannot be set")
             elif isinstance(value, bool) or not isinstance(value, str | int | float):
                 self._problem(place, f"[env] {name}: text in quotes is wanted, not {value!r}")
             elif "\x00" in str(value):
@@ -124,6 +132,22 @@ class _Checker:
             else:
                 values[name] = str(value)
         return values
+
+    def check_places(self, values: dict[str, dict[str, Any]], base: Path) -> None:
+        """What the folder of run.toml adds to a path is checked too. Looks at `workdir`, `dir` and the checkpoints'."""
+        run = values["run"]
+        workdir = _below(base, run.get("workdir", "."))
+        places = {("run", "workdir"): workdir, ("run", "dir"): _below(base, run.get("dir", "runs"))}
+        if "dir" in values["checkpoint"]:
+            places["checkpoint", "dir"] = _below(workdir, values["checkpoint"]["dir"])
+        for (table, key), path in places.items():
+            if _UNWRITABLE.search(str(path)):
+                self._problem((table, key), f"[{table}] {key}: a path of printable UTF-8 is wanted, not {str(path)!r}")
+            # srun 22.05.8 expands the second %% of a file name, and a backslash turns all patterns off.
+            elif key == "dir" and table == "run" and ("\\" in str(path) or str(path).count("%") > 1):
+                self._problem(
+                    (table, key), f"[run] dir: Slurm cannot write logs below {str(path)!r}: a backslash or two %"
+                )
 
     def _unknown(self, place: tuple[str, ...], name: str, right: list[str], kind: str, table: str = "") -> None:
         where = f"[{table}] " if table else ""
@@ -138,46 +162,6 @@ class _Checker:
     def _problem(self, place: tuple[str, ...], text: str) -> None:
         line = self.lines.get(place) or self.lines.get(place[:1], 0)
         self.problems.append((line, f"line {line}: {text}" if line else text))
-
-
-_HEADER = re.compile(r"\s*\[\s*(?P<name>[^\[\]]+?)\s*\]\s*(#.*)?")
-_KEY = re.compile(
-    r"""\s*(?P<key>(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*="""
-)
-_INLINE_KEY = re.compile(r"""[{,]\s*(?P<key>[A-Za-z0-9_-]+|"[^"]*"|'[^']*')\s*=""")
-_PART = re.compile(r"""[A-Za-z0-9_-]+|"[^"]*"|'[^']*'""")
-
-
-def _key_lines(source: str) -> dict[tuple[str, ...], int]:
-    """Line (from 1) of each table and key. tomllib keeps no positions; this reads only what it needs of TOML and is used
-    for messages alone: a line it does not find costs the number, never the message."""
-    lines: dict[tuple[str, ...], int] = {}
-    table: tuple[str, ...] = ()
-    open_quotes = ""
-    for number, line in enumerate(source.split("\n"), start=1):
-        if open_quotes:
-            open_quotes = "" if open_quotes in line else open_quotes
-            continue
-        header, key = _HEADER.fullmatch(line), _KEY.match(line)
-        if header and not key:
-            table = _parts(header["name"])
-            lines.setdefault(table, number)
-        elif key:
-            path = table + _parts(key["key"])
-            lines.setdefault(path[:1], number)
-            lines.setdefault(path[:2], number)
-            rest = line[key.end() :]
-            if rest.lstrip().startswith("{"):
-                for inner in _INLINE_KEY.finditer(rest):
-                    lines.setdefault((*path, *_parts(inner["key"])), number)
-            for quotes in ('"""', "'''"):
-                if rest.count(quotes) == 1:
-                    open_quotes = quotes
-    return lines
-
-
-def _parts(dotted: str) -> tuple[str, ...]:
-    return tuple(part.strip("\"'") for part in _PART.findall(dotted))
 
 
 # ----------------------------------------------------------------------------------------------------------- building

@@ -34,8 +34,6 @@ def render(config: RunConfig) -> str:
     Raises: ConfigError where a value cannot be written on an #SBATCH line.
     """
     run_dir = RunDir(config.run_dir)
-    command = config.command
-    argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
     return str(
         _environment(template_dir())
         .get_template(TEMPLATE)
@@ -45,9 +43,15 @@ def render(config: RunConfig) -> str:
             options=_options(config, run_dir),
             run_dir=str(run_dir.root),
             srun_run_dir=_percent(str(run_dir.root)),
-            argv=argv,
+            argv=_argv(config.command),
         )
     )
+
+
+def _argv(command: tuple[str, ...] | str) -> list[str]:
+    argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
+    # srun takes a word that is just a colon for the border of a heterogeneous step (22.05.8).
+    return ["bash", "-c", f"exec {shlex.join(argv)}"] if ":" in argv else argv
 
 
 def _options(config: RunConfig, run_dir: RunDir) -> list[str]:
@@ -91,19 +95,19 @@ def _environment(directory: Path) -> Any:
 
 
 def sbatch_line(option: str) -> str:
-    """One option as sbatch reads it from an #SBATCH line: split at blanks, with quotes and backslashes of its own
-    (seen with 22.05.8: double quotes keep blanks and `#`; a backslash escapes inside them).
+    """One option as sbatch reads it from an #SBATCH line: split at blanks, `#` begins a comment, and inside double quotes
+    only a double quote and a backslash are special, each kept by a backslash (22.05.8).
 
-    Raises: ConfigError where that cannot hold the value.
+    Raises: ConfigError where a line cannot hold the value.
     """
     if re.fullmatch(r"[A-Za-z0-9_./:=,@%+~*\[\]-]+", option):
         return option
-    if re.search(r"[\x00-\x1f\x7f\"\\]", option):
-        raise ConfigError(
-            f"an #SBATCH line cannot hold {option!r}", hint="leave quotes, backslashes and line breaks out of it"
-        )
+    if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", option):
+        raise ConfigError(f"an #SBATCH line cannot hold {option!r}", hint="leave control characters out of it")
     name, equals, value = option.partition("=")
-    return f'{name}{equals}"{value}"'
+    if re.search(r"[^A-Za-z0-9-]", name):
+        raise ConfigError(f"{option!r} is no option of sbatch", hint="write it as --name=value")
+    return name + equals + '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
 
 
 def comment(text: str) -> str:

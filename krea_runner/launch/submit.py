@@ -51,8 +51,9 @@ def prepare(config: RunConfig, source: Path) -> Path:
             _write(run_dir.config, source.read_bytes())
         _write(run_dir.script, script.encode())
     except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
         raise KreaRunnerError(
-            f"preparing the run directory {run_dir.root}: {error.strerror} ({error.filename})",
+            f"preparing the run directory {run_dir.root}: {error.strerror}{where}",
             hint="name another place, on a file system that all nodes share: [run] dir",
         ) from error
     return run_dir.script
@@ -61,8 +62,11 @@ def prepare(config: RunConfig, source: Path) -> Path:
 def _write(path: Path, data: bytes) -> None:
     """Whole or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

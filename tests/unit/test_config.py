@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from krea_runner.config import config_from_json, config_to_json, load_run, slug_of
@@ -132,6 +134,43 @@ def test_a_run_stored_by_another_version_is_read(toml) -> None:
     assert (config.budgets.second_look, config.scheduler) == (Budgets().second_look, "slurm")
 
 
+printable = st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1, max_size=20)
+names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)
+seconds = st.floats(0.001, 1e9)
+absolute = printable.map(lambda word: Path("/srv") / word.replace("/", "_"))
+configs = st.builds(
+    RunConfig,
+    name=printable,
+    slug=printable.map(slug_of),
+    run_dir=absolute,
+    command=st.one_of(printable, st.lists(st.text(), min_size=1, max_size=4).map(tuple)),
+    workdir=absolute,
+    scheduler=st.sampled_from(["slurm", "local"]),
+    env=st.dictionaries(names, st.text()).map(MappingProxyType),
+    gang=st.builds(Gang, st.integers(1, 4096), st.integers(1, 64)),
+    slurm=st.fixed_dictionaries(
+        {},
+        optional={
+            "partition": printable,
+            "cpus_per_task": st.integers(),
+            "exclusive": st.booleans(),
+            "extra": st.lists(printable.map("--x={}".format), max_size=3).map(tuple),
+        },
+    ).map(MappingProxyType),
+    budgets=st.builds(Budgets, *[seconds] * 6, st.floats(1, 100)),
+    checkpoint=st.builds(CheckpointSpec, st.none() | absolute, st.text(), st.text()),
+    policy=st.builds(
+        Policy, st.sampled_from(["act", "observe"]), st.integers(0), seconds, st.integers(1),
+        st.lists(st.integers(1, 255), max_size=4).map(tuple),
+    ),
+)  # fmt: skip
+
+
+@given(configs)
+def test_any_run_stored_is_the_run(config) -> None:
+    assert config_from_json(config_to_json(config)) == config
+
+
 # ------------------------------------------------------------------------------------------------------ what is wrong
 
 WRONG = """\
@@ -190,6 +229,9 @@ def test_every_problem_is_said_at_once_in_file_order_with_its_line(toml) -> None
     [
         (RUN + '[ "gang" ] # comment\nnods = 1\n', 5),
         (RUN + "gang = 1\n", 4),
+        ("[gang]\n'nods' = 1\n" + RUN, 2),
+        ('[gang]\n"n\\u006fds" = 1\n' + RUN, 2),
+        ("env = { A = \"{, nods = 1\" }\ngang = { nodes = 1, 'nods' = 1 }\n" + RUN, 2),
         ("gang.nods = 1\n" + RUN, 1),
         ("gang = { nodes = 1, nods = 1 }\n" + RUN, 1),
         ("# a separator\u2028 in a comment\n[gang]\nnods = 1\n" + RUN, 3),
@@ -199,6 +241,57 @@ def test_every_problem_is_said_at_once_in_file_order_with_its_line(toml) -> None
 )
 def test_the_line_is_right_however_the_key_is_written(toml, content, line) -> None:
     assert problem_of(toml, content).startswith(f"line {line}: ")
+
+
+# Whatever stands above the wrong key must not move its line: strings that look like tables, brackets over many lines.
+NOISE = [
+    "",
+    "# [gang] ''' and \"\"\" in a comment [",
+    'A{n} = "# no comment, [gang] no table"',
+    "A{n} = '''\n[gang]\nnods = 1\n# \"\"\"\n'''",
+    'A{n} = """\n[gang]\nnods = 1 \\\\\n\\"""\n"""',
+    'A{n} = """"quoted""""',
+    'A{n} = "a \\" [gang] \\\\"',
+    "A{n} = 'C:\\'",
+    '"A.{n}" = "x"',
+    "A{n} . 'b c' = 1",
+    "A{n} = 1979-05-27T07:32:00Z",
+    "A{n} = 6.626e-34",
+]
+
+
+@given(st.lists(st.sampled_from(NOISE), max_size=8), st.booleans())
+def test_the_line_is_right_below_anything(tmp_path_factory, noise, crlf) -> None:
+    above = ["[env]", *(line.replace("{n}", str(number)) for number, line in enumerate(noise))]
+    many = 'command = [  # ["]\n  "python", \'[gang]\',\n  """\n[gang]\nnods = 1\n""",\n\n]'
+    source = "\n".join(["[run]", 'name = "x"', many, *above, "[gang]", "  nodes = 1", "\tnods = 1"])
+    path = tmp_path_factory.getbasetemp() / "lines.toml"
+    path.write_text(source.replace("\n", "\r\n") if crlf else source, newline="")
+    assert f"line {len(source.splitlines())}: [gang] unknown key 'nods'; did you mean nodes?" in refused(path).problems
+
+
+@given(st.data())
+def test_any_slip_of_the_finger_is_led_to_a_key_that_exists(tmp_path_factory, data) -> None:
+    table = data.draw(st.sampled_from([table for table in TABLES if table != "env"]))
+    right = [key.name for key in TABLES[table]]
+    name = data.draw(st.sampled_from(right))
+    at = data.draw(st.integers(0, len(name) - 1))
+    letter = data.draw(st.sampled_from("abcdefghijklmnopqrstuvwxyz_"))
+    slips = [name[:at] + name[at + 1 :], name[:at] + letter + name[at:], name[:at] + letter + name[at + 1 :]]
+    typed = data.draw(st.sampled_from(slips))
+    assume(typed and typed not in right and typed not in OWNED)
+    path = tmp_path_factory.getbasetemp() / "typo.toml"
+    content = {"run": {"name": "x", "command": "x"}}
+    content.setdefault(table, {})[typed] = 1
+    lines = [
+        f"[{head}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in body.items())
+        for head, body in content.items()
+    ]
+    path.write_text("".join(lines))
+    (problem,) = refused(path).problems
+    advised = problem.removesuffix("?").split("did you mean ")[-1]
+    assert advised in right or "it belongs under [" in problem
+    assert repr(typed) in problem
 
 
 @pytest.mark.parametrize("value", ["1", "true", "[]", '""', '"  "', "[1]", '["a", 2]', "{ a = 1 }", '["a\\u0000"]'])
@@ -226,6 +319,46 @@ WRONG_VALUES = [
 )
 def test_a_wrong_value_is_named_with_its_key_and_line(toml, table, key, value) -> None:
     assert problem_of(toml, f"{RUN}[{table}]\n{key} = {value}\n").startswith(f"line 5: [{table}] {key}: ")
+
+
+@pytest.mark.parametrize("name", ["UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS"])
+def test_a_variable_that_bash_keeps_to_itself_is_refused(toml, name) -> None:
+    assert problem_of(toml, f'{RUN}[env]\n{name} = "1"\n') == f"line 5: [env] {name} is bash's own and cannot be set"
+
+
+@pytest.mark.parametrize("word", ["", "-v", "--uid=0"])
+def test_a_command_that_srun_would_take_for_its_option_is_refused(toml, word) -> None:
+    problem = problem_of(toml, f'[run]\nname = "x"\ncommand = [{json.dumps(word)}, "x"]\n')
+    assert problem == f"line 3: [run] command: a program is wanted as the first word, not {word!r}"
+
+
+@pytest.mark.parametrize("option", ["--exclusive --job-name=x", "--exclusive\u00a0--hold", "--x y"])
+def test_no_second_option_hides_behind_a_blank(toml, option) -> None:
+    assert "one option is written --name=value" in problem_of(toml, f"{RUN}[slurm]\nextra = [{json.dumps(option)}]\n")
+
+
+@pytest.mark.parametrize("folder", ["a%j/b%n", "100%%", "back\\\\slash"])
+def test_a_run_directory_that_slurm_would_read_as_a_pattern_is_refused(toml, folder) -> None:
+    problem = problem_of(toml, f'{RUN}dir = "{folder}"\n')
+    assert problem.startswith("line 4: [run] dir: Slurm cannot write logs below ")
+
+
+def test_paths_with_blanks_quotes_and_one_percent_sign_are_right(toml, tmp_path) -> None:
+    config = load_run(toml(RUN + "dir = '50% of \"it\"'\nworkdir = 'a%b%c \\ d'\n"))
+    assert config.run_dir == tmp_path / '50% of "it"'
+    assert config.workdir == tmp_path / "a%b%c \\ d"
+
+
+@pytest.mark.parametrize("folder", [b"a\nb", b"not-utf8-\xff", b"\x1b[31m"])
+def test_a_folder_whose_name_no_script_can_hold_is_said(tmp_path, folder) -> None:
+    place = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + folder))
+    place.mkdir()
+    (place / "run.toml").write_text(RUN)
+    with pytest.raises(ConfigError) as caught:
+        load_run(place / "run.toml")
+    assert [problem.split(": ")[1] for problem in caught.value.problems] == ["[run] workdir", "[run] dir"]
+    for problem in caught.value.problems:
+        assert problem.isprintable()
 
 
 def test_what_is_missing_is_said_also_of_an_empty_file(toml) -> None:
