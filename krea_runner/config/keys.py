@@ -176,7 +176,8 @@ TABLES: dict[str, tuple[Key, ...]] = {
     "run": (
         Key("name", name, "What people call it; any printable characters, at most 100.", required=True),
         Key("command", command, "What each rank runs: a list of words, or one shell line.", required=True),
-        Key("dir", path, "The run directory, on a file system of all nodes; relative to this file. No `\\`, one `%` at most.", "runs/<name>"),
+        Key("dir", path, "The run directory, on a file system that all nodes share; relative to this file. "
+            "No backslash, at most one `%`.", "runs/<name>"),
         Key("workdir", path, "Where the command runs; relative to this file.", "."),
         Key("scheduler", one_of(*SCHEDULERS), "`slurm`, or `local`: one machine that plays the nodes.", "slurm"),
     ),
