@@ -79,3 +79,10 @@ def test_the_exit_word_is_slurms_with_the_signals_name(gang) -> None:
     assert exit_word(ended(gang, JobState.FAILED, exit_code=7)) == "7:0"
     word = exit_word(ended(gang, JobState.FAILED, exit_code=9, script_end=ScriptEnd(137, 0.0)))
     assert word == "9:0; the script itself ended with 137"
+
+
+def test_a_rank_that_died_of_a_signal_comes_before_those_that_lost_it(gang) -> None:
+    tail = "srun: error: n1: task 0: Exited with exit code 1\nsrun: error: n3: task 5: Killed\n"
+    finding = diagnose_end(ended(gang, JobState.FAILED, exit_code=137, tail=tail))
+    assert finding is not None
+    assert (finding.cause, finding.node) == ("rank_killed", "n3")
