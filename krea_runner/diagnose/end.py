@@ -107,10 +107,13 @@ def exit_codes(snapshot: Snapshot) -> set[int]:
 
 
 def _first_failure(tail: str) -> tuple[str, str, str] | None:
-    """Node, first task and what happened to it, of the first complaint that is not fallout. A rank that died of a signal
-    comes before those that exited: they may have lost their peer, and srun does not report in the order of deaths."""
+    """Node, first task and what happened to it, of the first complaint that is not fallout. One single rank that died of a
+    signal comes before those that exited: they may have lost it, and srun does not report in the order of deaths. Several
+    may be the ones that srun had to kill."""
     complaints = [match for match in _SRUN.finditer(tail) if match["how"] not in _FALLOUT]
-    for match in sorted(complaints, key=lambda match: match["how"] not in _SIGNAL_WORDS):  # stable
+    signalled = [match for match in complaints if match["how"] in _SIGNAL_WORDS]
+    alone = len(signalled) == 1 and signalled[0]["tasks"].isdigit()
+    for match in signalled if alone else complaints:
         return match["node"], re.split("[,-]", match["tasks"])[0], match["how"]
     return None
 
