@@ -89,7 +89,8 @@ def test_a_rank_that_died_of_a_signal_comes_before_those_that_lost_it(gang) -> N
 
 
 def test_ranks_that_srun_had_to_kill_do_not_hide_the_one_that_failed(gang) -> None:
-    tail = "srun: error: n1: task 0: Exited with exit code 5\nsrun: error: n2: tasks 2-3: Killed\nsrun: error: n3: task 5: Killed\n"
+    killed = "srun: error: n2: tasks 2-3: Killed\nsrun: error: n3: task 5: Killed\n"
+    tail = "srun: error: n1: task 0: Exited with exit code 5\n" + killed
     finding = diagnose_end(ended(gang, JobState.FAILED, exit_code=137, tail=tail))
     assert finding is not None
     assert (finding.cause, finding.node) == ("rank_failed", "n1")
