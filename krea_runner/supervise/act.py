@@ -94,10 +94,13 @@ def _ask_for_requeue(work: Work, job: JobRecord, history: History, clock: Clock)
 
 
 def _lift_start_time(work: Work, job: JobRecord, history: History, clock: Clock) -> None:
+    if job.state is JobState.COMPLETING:
+        return  # the old attempt is still ending
     if job.state.is_live or job.state.is_ended:
-        if job.state is not JobState.COMPLETING and job.restart_count > work.action.restart_count:
-            _advance(work, history, clock, ActionStage.STARTED, work.action.detail)
-        return  # COMPLETING: the old attempt is still ending
+        # At the old count the request is lost: a controller killed within seconds of a change forgets it (22.05.8).
+        taken = job.restart_count > work.action.restart_count
+        _advance(work, history, clock, ActionStage.STARTED if taken else ActionStage.INTENDED, work.action.detail)
+        return
     if not job.state.is_queued:
         return
     if work.action.detail != SLOW:

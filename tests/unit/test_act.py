@@ -248,3 +248,14 @@ def test_a_state_that_nobody_knows_is_waited_out(bench: Bench) -> None:
     work, replay = bench.requeue_of(strange)
     bench.carry_out(work)
     assert (replay.asked, work.action.stage, bench.state) == ([], ActionStage.INTENDED, RunState.ACTIVE)
+
+
+@pytest.mark.parametrize("state", [JobState.FAILED, JobState.RUNNING])
+def test_a_requeue_that_the_controller_forgot_is_asked_for_again(bench: Bench, state: JobState) -> None:
+    forgotten = dataclasses.replace(RUNNING, state=state, raw_state=str(state))
+    work, replay = bench.requeue_of(
+        forgotten, forgotten, COMPLETING, PENDING, LIFTED, AGAIN, stage=ActionStage.REQUESTED
+    )
+    bench.carry_out(work)
+    assert replay.asked == ["requeue", "start_now"]
+    assert work.action.stage is ActionStage.DONE
