@@ -71,6 +71,10 @@ class JobNotFound(SchedulerError):
     exit_code = 3
 
 
+class RequeueDisabled(SchedulerError):
+    """The job was submitted with --no-requeue, or the cluster has JobRequeue=0: for good, once it has ended."""
+
+
 class SchedulerOutputError(SchedulerError):
     """`line` is the output that could not be read, kept whole."""
 

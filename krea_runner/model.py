@@ -92,6 +92,9 @@ class JobRecord:
     """Folded, as Slurm prints it; empty while pending."""
     batch_node: str = ""
     requeue_allowed: bool | None = None
+    user: str = ""
+    comment: str = ""
+    """Where the run's tag is carried."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -221,11 +224,16 @@ class Attempt:
     run_id: int
     key: AttemptKey
     first_seen_at: float
+    submitted_at: float | None = None
+    """Slurm's SubmitTime of this start: the same id and count at another time is another job (ids are used again)."""
     started_at: float | None = None
     ended_at: float | None = None
     end_state: JobState | None = None
     exit_code: int | None = None
     signal: int | None = None
+    end_node: str = ""
+    ended_by: str = ""
+    """Who ended it: `job` itself, `slurm`, a user's name, `krea-runner`; empty while unknown."""
     nodelist: str = ""
     first_step: int | None = None
     last_step: int | None = None
@@ -334,6 +342,10 @@ class Snapshot:
     blind: str = ""
     job: JobRecord | None = None
     attempt: Attempt | None = None
+    accounted: JobRecord | None = None
+    """What accounting keeps of the attempt, asked only when it has ended; None where there is none."""
+    down_nodes: tuple[str, ...] = ()
+    """Nodes of the attempt that are down, asked only when one may have failed."""
     watch: Watch | None = None
     heartbeats: HeartbeatReading = field(default_factory=HeartbeatReading)
     checkpoints: CheckpointReading = field(default_factory=CheckpointReading)
@@ -378,6 +390,8 @@ class Finding:
     summary: str
     """One line for a tired reader: what happened, which rank, on which node."""
     node: str = ""
+    by: str = ""
+    """As `Attempt.ended_by`."""
     step: int | None = None
     last_progress_at: float | None = None
     evidence: tuple[str, ...] = ()
@@ -440,6 +454,9 @@ class Incident:
 
 class ActionKind(StrEnum):
     REQUEUE = "REQUEUE"
+    RELEASE = "RELEASE"  # of a hold that Slurm put on the job; then as after a requeue
+    START = "START"  # Slurm has requeued the job by itself: only its two minutes of waiting are lifted
+    RESUBMIT = "RESUBMIT"  # the same script as a new job of the run
     CANCEL = "CANCEL"
 
 
@@ -448,7 +465,7 @@ class ActionStage(StrEnum):
 
     INTENDED = "INTENDED"
     REQUESTED = "REQUESTED"  # the scheduler took the request
-    STARTED = "STARTED"  # the start time was lifted, or Slurm's own delay is left to run
+    STARTED = "STARTED"  # the start time was lifted, or Slurm's own delay is left to run; a new job has its id
     DONE = "DONE"
     FAILED = "FAILED"
 

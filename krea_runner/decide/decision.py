@@ -11,6 +11,16 @@ from krea_runner.model import Decision, DecisionKind, Finding, Incident, Policy,
 
 # A restart after one of these is charged to the budget. A time limit or a preemption is not a crash (design rule 1).
 CHARGED = frozenset({Symptom.HANG, Symptom.CRASH, Symptom.NODE_FAIL})
+RESTARTS = frozenset({DecisionKind.REQUEUE, DecisionKind.RESUBMIT})
+
+# Causes of which a restart would only make more of the same, and what a person should do.
+_FOR_A_PERSON = {
+    "bad_workdir": "make the directory, or mend --chdir; then: krea-runner resume RUN",
+    "hidden_failure": "if it is done: krea-runner stop RUN; if not, mend the script's exit code, then: krea-runner resume RUN",
+    "vanished": "if that was a cancel: krea-runner stop RUN; if not: krea-runner resume RUN submits it again",
+}
+# Causes that come before the first step: no checkpoint can be expected of such an attempt, so none is waited for.
+_BEFORE_ANY_STEP = frozenset({"launch_failed", "output_unwritable", "start_refused"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +34,11 @@ class Case:
     exit_codes: frozenset[int]
     now: float
     requeue_allowed: bool | None = None
+    """False also when Slurm has forgotten the job."""
+    back_in_queue: bool = False
+    """The job is at a later start already, by Slurm's own doing or somebody else's."""
+    held_by: str = ""
+    """Who holds the job that is back in the queue, as diagnose/end.py has it."""
 
 
 def decide(case: Case) -> Decision:
@@ -41,9 +56,15 @@ def _a_persons_cancel(case: Case) -> Decision | None:
 
 
 def _already_requeued(case: Case) -> Decision | None:
-    if case.finding.symptom is Symptom.REQUEUED_ELSEWHERE:
-        return Decision(DecisionKind.WAIT, "already back in the queue: waiting for its next start")
-    return None
+    """One owner of restarts: what is back in the queue is waited for, not requeued again."""
+    elsewhere = case.finding.symptom is Symptom.REQUEUED_ELSEWHERE
+    if not (case.back_in_queue or elsewhere) or case.held_by in {"launch", "crash"}:
+        return None
+    if case.held_by == "requeue":
+        return Decision(DecisionKind.WAIT, "held by somebody (requeuehold): scontrol release JOB lets it go on")
+    if case.finding.symptom in {Symptom.NODE_FAIL, Symptom.PREEMPTED}:
+        return Decision(DecisionKind.WAIT, "Slurm has requeued it by itself: taken over as the next attempt")
+    return Decision(DecisionKind.WAIT, "already back in the queue: waiting for its next start")
 
 
 def _never_restart(case: Case) -> Decision | None:
@@ -53,14 +74,14 @@ def _never_restart(case: Case) -> Decision | None:
     return None
 
 
-def _requeue_forbidden(case: Case) -> Decision | None:
-    if case.requeue_allowed is False:
-        return Decision(DecisionKind.HOLD, "the job was submitted with --no-requeue")
-    return None
+def _for_a_person(case: Case) -> Decision | None:
+    what = _FOR_A_PERSON.get(case.finding.cause)
+    return None if what is None else Decision(DecisionKind.HOLD, what)
 
 
 def _no_progress(case: Case) -> Decision | None:
-    if case.finding.symptom not in CHARGED or case.checkpoint_step is None:
+    early = case.finding.cause in _BEFORE_ANY_STEP
+    if case.finding.symptom not in CHARGED or (case.checkpoint_step is None and not early):
         return None  # unknown progress never counts as none
     fruitless = 0
     for incident in reversed(_since_last_hold(case.earlier)):
@@ -69,10 +90,10 @@ def _no_progress(case: Case) -> Decision | None:
         fruitless += 1
     if fruitless < case.policy.no_progress_limit:
         return None
+    newer = "any checkpoint" if case.checkpoint_step is None else f"a checkpoint newer than step {case.checkpoint_step}"
     return Decision(
         DecisionKind.HOLD,
-        f"the same {case.finding.symptom.value} ({case.finding.cause}) {fruitless + 1} times without a checkpoint newer than "
-        f"step {case.checkpoint_step}",
+        f"the same {case.finding.symptom.value} ({case.finding.cause}) {fruitless + 1} times without {newer}",
     )
 
 
@@ -98,8 +119,8 @@ def _observe_only(case: Case) -> Decision | None:
 _RULES: tuple[Callable[[Case], Decision | None], ...] = (
     _a_persons_cancel,
     _already_requeued,
+    _for_a_person,
     _never_restart,
-    _requeue_forbidden,
     _no_progress,
     _over_budget,
     _observe_only,
@@ -108,19 +129,22 @@ _RULES: tuple[Callable[[Case], Decision | None], ...] = (
 
 def _restart(case: Case) -> Decision:
     source = "from the start" if case.checkpoint_step is None else f"from step {case.checkpoint_step}"
+    kind, how = DecisionKind.REQUEUE, "same job"
+    if case.held_by in {"launch", "crash"}:
+        how = "Slurm has requeued it and holds it: released"
+    elif case.requeue_allowed is False:
+        kind, how = DecisionKind.RESUBMIT, "as a new job, this one cannot be requeued"
     if case.finding.symptom not in CHARGED:
-        return Decision(DecisionKind.REQUEUE, f"{source}; not a crash, budget not charged")
+        return Decision(kind, f"{source}, {how}; not a crash, budget not charged")
     spent = restarts_in_window(case.earlier, case.policy, case.now) + 1
-    return Decision(DecisionKind.REQUEUE, f"{source}, same job; restart {spent} of {case.policy.max_restarts}")
+    return Decision(kind, f"{source}, {how}; restart {spent} of {case.policy.max_restarts}")
 
 
 def restarts_in_window(incidents: Sequence[Incident], policy: Policy, now: float) -> int:
     """How much of the budget is used: restarts that were charged, of one run, oldest first."""
     since = now - policy.window_s
     return sum(
-        incident.decision.kind is DecisionKind.REQUEUE
-        and incident.finding.symptom in CHARGED
-        and incident.noticed_at >= since
+        incident.decision.kind in RESTARTS and incident.finding.symptom in CHARGED and incident.noticed_at >= since
         for incident in _since_last_hold(incidents)
     )
 

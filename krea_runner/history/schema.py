@@ -16,7 +16,7 @@ from sqlalchemy import (
     text,
 )
 
-HEAD = "0001"
+HEAD = "0002"
 
 metadata = MetaData()
 
@@ -64,6 +64,9 @@ attempts = Table(
     Column("first_step", Integer),
     Column("last_step", Integer),
     Column("watch", Text),
+    Column("submitted_at", Float),
+    Column("end_node", Text, nullable=False, server_default=""),
+    Column("ended_by", Text, nullable=False, server_default=""),
     UniqueConstraint("run_id", "job_id", "restart_count", "relaunch", name="one_row_an_attempt"),
 )
 
@@ -89,6 +92,7 @@ incidents = Table(
     Column("restarted_at", Float),
     Column("resumed_at", Float),
     Column("resumed_step", Integer),
+    Column("by", Text, nullable=False, server_default=""),
     Index("incidents_by_run", "run_id", "noticed_at"),
 )
 

@@ -126,6 +126,13 @@ class History:
         with self._db.read() as connection:
             return [run_of(row) for row in connection.execute(query)]
 
+    def run_tagged(self, tag: str) -> Run | None:
+        """The run whose submissions carry `tag` or `tag.N`."""
+        query = sa.select(runs).where(sa.or_(runs.c.tag == tag, runs.c.tag.startswith(f"{tag}.", autoescape=True)))
+        with self._db.read() as connection:
+            row = connection.execute(query).one_or_none()
+        return None if row is None else run_of(row)
+
     def set_run_state(self, run_id: int, state: RunState, reason: str, *, now: float) -> None:
         self._update_run(run_id, state=state, state_reason=reason, updated_at=now)
 
@@ -210,8 +217,9 @@ class History:
                 sa.update(attempts)
                 .where(attempts.c.attempt_id == attempt.attempt_id)
                 .values(
-                    started_at=attempt.started_at, ended_at=attempt.ended_at, end_state=attempt.end_state,
-                    exit_code=attempt.exit_code, signal=attempt.signal, nodelist=attempt.nodelist,
+                    submitted_at=attempt.submitted_at, started_at=attempt.started_at, ended_at=attempt.ended_at,
+                    end_state=attempt.end_state, exit_code=attempt.exit_code, signal=attempt.signal,
+                    end_node=attempt.end_node, ended_by=attempt.ended_by, nodelist=attempt.nodelist,
                     first_step=attempt.first_step, last_step=attempt.last_step,
                     watch=None if watch is None else json.dumps(asdict(watch), separators=(",", ":")),
                 )
@@ -249,7 +257,8 @@ class History:
         """
         values = {
             "run_id": attempt.run_id, "attempt_id": attempt.attempt_id, "symptom": finding.symptom,
-            "cause": finding.cause, "summary": finding.summary, "node": finding.node, "step": finding.step,
+            "cause": finding.cause, "summary": finding.summary, "node": finding.node, "by": finding.by,
+            "step": finding.step,
             "last_progress_at": finding.last_progress_at, "evidence": json.dumps(finding.evidence),
             "suspects": json.dumps([asdict(suspect) for suspect in finding.suspects]),
             "agreed_by": finding.agreed_by, "checkpoint_step": checkpoint_step, "noticed_at": now,
@@ -335,15 +344,26 @@ class History:
         detail: str,
         now: float,
         restart_count: int | None = None,
+        kind: ActionKind | None = None,
+        tag: str | None = None,
+        job_id: str | None = None,
     ) -> Action:
-        """Raises: LeaseLost."""
+        """`tag`, `job_id`: the run's new ones, when it is submitted again; the action keeps the job that it began with.
+
+        Raises: LeaseLost.
+        """
+        of_run = {name: value for name, value in (("tag", tag), ("job_id", job_id)) if value is not None}
         with self._db.write() as connection:
             _check_lease(connection, lease)
+            if of_run:
+                connection.execute(
+                    sa.update(runs).where(runs.c.run_id == action.run_id).values(updated_at=now, **of_run)
+                )
             connection.execute(
                 sa.update(actions)
                 .where(actions.c.action_id == action.action_id)
                 .values(
-                    stage=stage, detail=detail, updated_at=now,
+                    stage=stage, detail=detail, updated_at=now, kind=kind or action.kind,
                     restart_count=action.restart_count if restart_count is None else restart_count,
                 )
             )  # fmt: skip

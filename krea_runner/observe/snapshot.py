@@ -27,7 +27,7 @@ def observe(run: Run, job: JobRecord | None, attempt: Attempt | None, memory: Wa
         mono=mono,
         job=job,
         attempt=attempt,
-        watch=_watch(attempt, memory, heartbeats, log, clock.epoch_id(), mono, wall) if _counts(job) else None,
+        watch=_watch(attempt, memory, heartbeats, log, clock.epoch_id(), mono, wall) if _counts(job, attempt) else None,
         heartbeats=heartbeats,
         checkpoints=checkpoints,
         log=log,
@@ -35,8 +35,10 @@ def observe(run: Run, job: JobRecord | None, attempt: Attempt | None, memory: Wa
     )
 
 
-def _counts(job: JobRecord | None) -> bool:
-    return job is not None and (job.state in _TICKING or job.state.is_ended)
+def _counts(job: JobRecord | None, attempt: Attempt) -> bool:
+    if job is None:  # forgotten by the scheduler: its ranks may still be there
+        return attempt.started_at is not None and attempt.ended_at is None
+    return job.state in _TICKING or job.state.is_ended
 
 
 def _watch(

@@ -47,6 +47,14 @@ class Scheduler(Protocol):
     def find_by_tag(self, tag: str) -> list[JobRecord]:
         """The caller's jobs submitted with `tag`, newest first; empty when the scheduler answered and knows none."""
 
+    def my_jobs(self, known: Sequence[str]) -> dict[str, JobRecord]:
+        """All the caller's jobs that the scheduler knows, ended ones included, and those of `known` that only its
+        accounting remembers: what one tick asks, once, whatever the number of runs."""
+
+    def starts(self, job_id: str) -> list[JobRecord]:
+        """Accounting's record of each start of a job, oldest first, `raw_state` with who cancelled it; empty where the
+        cluster keeps none. Not to be asked of in a tick in which nothing has ended."""
+
     def submit(self, script: Path, *, tag: str) -> str:
         """Queue a batch script whose `#SBATCH` lines hold all options; returns the job id.
 
@@ -60,6 +68,12 @@ class Scheduler(Protocol):
         Works on ended jobs too, cancelled ones included: whether it should is the caller's business. The job is
         COMPLETING for a while and then PENDING with a start time some two minutes ahead.
         Raises: JobNotFound; SchedulerError when refused (already pending, requeue not allowed, not the owner).
+        """
+
+    def release(self, job_id: str) -> None:
+        """Let a held job wait for its start again; the start time of its requeue stays.
+
+        Raises: JobNotFound; SchedulerError when refused.
         """
 
     def start_now(self, job_id: str) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from krea_runner.errors import JobNotFound, SchedulerError, SchedulerUnavailable
+from krea_runner.errors import JobNotFound, RequeueDisabled, SchedulerError, SchedulerUnavailable
 from krea_runner.model import JobRecord, JobState
 from krea_runner.proc import clean_environment
 from krea_runner.schedulers import Check
@@ -42,15 +42,20 @@ class LocalScheduler:
                 found[job_id] = self._record(job_id)
         return found
 
-    def find_by_tag(self, tag: str) -> list[JobRecord]:
+    def my_jobs(self, known: Sequence[str]) -> dict[str, JobRecord]:
         try:
-            job_ids = sorted((int(name) for name in os.listdir(self.root / "jobs") if name.isdigit()), reverse=True)
+            names = [name for name in os.listdir(self.root / "jobs") if name.isdigit()]
         except FileNotFoundError:
-            return []
+            return {}
         except OSError as error:
             raise SchedulerUnavailable(f"listing {self.root}/jobs: {error.strerror}") from error
-        with_tag = [str(job_id) for job_id in job_ids if load(self._home(str(job_id))).tag == tag]
-        return list(self.jobs(with_tag).values())
+        return self.jobs(sorted({*names, *known}, key=lambda name: int(name) if name.isdigit() else 0))
+
+    def find_by_tag(self, tag: str) -> list[JobRecord]:
+        return [job for job in reversed(self.my_jobs([]).values()) if job.comment == tag]
+
+    def starts(self, job_id: str) -> list[JobRecord]:
+        return []
 
     def _record(self, job_id: str) -> JobRecord:
         home = self._home(job_id)
@@ -71,6 +76,7 @@ class LocalScheduler:
             nodelist=job.nodelist if not job.state.is_queued else "",
             batch_node=job.nodes[0],
             requeue_allowed=job.requeue,
+            comment=job.tag,
         )
 
     def _bury(self, home: Path) -> LocalJob:
@@ -132,7 +138,7 @@ class LocalScheduler:
             if job.state.is_queued or job.want == "requeue":
                 raise SchedulerError(f"scontrol requeue: Job is pending execution for job {job_id}")
             if not job.requeue:
-                raise SchedulerError(f"scontrol requeue: Requested operation is presently disabled for job {job_id}")
+                raise RequeueDisabled(f"scontrol requeue: Requested operation is presently disabled for job {job_id}")
             job.restart_count += 1
             running = not job.state.is_ended and shepherd_is_alive(job)
             if running:
@@ -145,6 +151,9 @@ class LocalScheduler:
                 wake(job)
         if not running:
             self._start_shepherd(job_id)
+
+    def release(self, job_id: str) -> None:
+        self._home(job_id)  # nothing is ever held here
 
     def start_now(self, job_id: str) -> None:
         home = self._home(job_id)

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from krea_runner.errors import JobNotFound, SchedulerError, SchedulerOutputError, SchedulerUnavailable
@@ -12,17 +13,15 @@ from krea_runner.proc import Completed, clean_environment, run
 from krea_runner.schedulers import Check
 from krea_runner.schedulers.slurm_parse import (
     ACCOUNTING_OFF,
-    JOB_FIELDS,
+    JOB_FORMAT,
     SACCT_FIELDS,
-    TAG_FIELDS,
     answers,
-    parse_comments,
     parse_sacct,
+    parse_sacct_starts,
     parse_squeue,
     parse_submitted,
     printable,
     read_refusal,
-    squeue_format,
 )
 
 # Without a controller a command takes 9 to 10 s to say so (22.05.8, MessageTimeout=10): longer than this is a hang.
@@ -36,11 +35,15 @@ SUBMIT_TIMEOUT_S = 60.0
 def squeue_argv(job_ids: Sequence[str]) -> list[str]:
     # A single id that is not known is an error, two are an empty answer, even the same one twice (22.05.8).
     asked = ",".join([checked_id(job_id) for job_id in (*job_ids, job_ids[0])])
-    return ["squeue", "-a", "-r", "-h", "-t", "all", "-j", asked, "-O", squeue_format(JOB_FIELDS)]
+    return [*_SQUEUE, "-j", asked, "-O", JOB_FORMAT]
 
 
-def tagged_argv() -> list[str]:
-    return ["squeue", "--me", "-a", "-r", "-h", "-t", "all", "-O", squeue_format(TAG_FIELDS)]
+def my_jobs_argv(*, everybody: bool) -> list[str]:
+    """`everybody`: for root, who may look after the jobs of others."""
+    return [*_SQUEUE, *([] if everybody else ["--me"]), "-O", JOB_FORMAT]
+
+
+_SQUEUE = ("squeue", "-a", "-r", "-h", "-t", "all")
 
 
 def sacct_argv(job_ids: Sequence[str]) -> list[str]:
@@ -56,6 +59,10 @@ def sbatch_argv(script: Path, tag: str) -> list[str]:
 
 def requeue_argv(job_id: str) -> list[str]:
     return ["scontrol", "requeue", checked_id(job_id)]
+
+
+def release_argv(job_id: str) -> list[str]:
+    return ["scontrol", "release", checked_id(job_id)]
 
 
 def start_now_argv(job_id: str) -> list[str]:
@@ -92,21 +99,20 @@ class SlurmCli:
             return {}
         done = ask(squeue_argv(job_ids), doing="asking for jobs")
         found = answers(job_ids, parse_squeue(done.stdout, done.stderr))
-        gone = [job_id for job_id in job_ids if job_id not in found]
-        if not gone:
-            return found
-        try:
-            return found | _accounted(gone)
-        except SchedulerUnavailable:
-            if not found:
-                raise
-            unseen = "not in squeue, and accounting does not answer"
-            return found | {job_id: JobRecord(job_id, JobState.UNKNOWN, unseen) for job_id in gone}
+        return found | _forgotten(job_ids, found)
+
+    def my_jobs(self, known: Sequence[str]) -> dict[str, JobRecord]:
+        done = ask(my_jobs_argv(everybody=os.geteuid() == 0), doing="asking for your jobs")
+        records = parse_squeue(done.stdout, done.stderr)
+        found = {record.job_id: record for record in records} | answers(known, records)
+        return found | _forgotten(known, found)
 
     def find_by_tag(self, tag: str) -> list[JobRecord]:
-        done = ask(tagged_argv(), doing="looking for your jobs")
-        tagged = [job_id for job_id, comment in parse_comments(done.stdout, done.stderr) if comment == tag]
-        return sorted(self.jobs(tagged).values(), key=lambda job: job.submitted_at or 0.0, reverse=True)
+        tagged = [job for job in self.my_jobs([]).values() if job.comment == tag]
+        return sorted(tagged, key=lambda job: job.submitted_at or 0.0, reverse=True)
+
+    def starts(self, job_id: str) -> list[JobRecord]:
+        return [_with_name(start) for start in _accounting([job_id]).get(job_id, [])]
 
     def submit(self, script: Path, *, tag: str) -> str:
         doing = f"submitting {script}"
@@ -130,6 +136,9 @@ class SlurmCli:
     def requeue(self, job_id: str) -> None:
         ask(requeue_argv(job_id), doing=f"requeueing job {job_id}")
 
+    def release(self, job_id: str) -> None:
+        ask(release_argv(job_id), doing=f"releasing job {job_id}")
+
     def start_now(self, job_id: str) -> None:
         ask(start_now_argv(job_id), doing=f"lifting the start time of job {job_id}")
 
@@ -145,8 +154,33 @@ class SlurmCli:
         return checks()
 
 
-def _accounted(job_ids: Sequence[str]) -> dict[str, JobRecord]:
-    """What accounting remembers; nothing on a cluster without it, or where sacct is not installed."""
+def _with_name(record: JobRecord) -> JobRecord:
+    """`CANCELLED by alice`, where sacct has `CANCELLED by 1001`."""
+    word, by, uid = record.raw_state.partition(" by ")
+    if not by or not uid.isdigit():
+        return record
+    done = run(["id", "-nu", uid], timeout_s=TIMEOUT_S)
+    name = done.stdout.strip() if done.returncode == 0 else f"uid {uid}"
+    return replace(record, raw_state=f"{word}{by}{printable(name, 40)}")
+
+
+def _forgotten(asked: Sequence[str], found: Mapping[str, JobRecord]) -> dict[str, JobRecord]:
+    """Those of `asked` that squeue does not know, as accounting has them."""
+    gone = [job_id for job_id in asked if job_id not in found]
+    if not gone:
+        return {}
+    try:
+        return answers(gone, [starts[-1] for starts in _accounting(gone, last=True).values()])
+    except SchedulerUnavailable:
+        if not found:
+            raise
+        unseen = "not in squeue, and accounting does not answer"
+        return {job_id: JobRecord(job_id, JobState.UNKNOWN, unseen) for job_id in gone}
+
+
+def _accounting(job_ids: Sequence[str], *, last: bool = False) -> dict[str, list[JobRecord]]:
+    """What accounting remembers; nothing on a cluster without it, or where sacct is not installed. With `last`, one
+    record a job, and UNKNOWN when it has not ended there."""
     if shutil.which("sacct") is None:
         return {}
     try:
@@ -155,7 +189,9 @@ def _accounted(job_ids: Sequence[str]) -> dict[str, JobRecord]:
         if ACCOUNTING_OFF in error.stderr:
             return {}
         raise
-    return answers(job_ids, parse_sacct(done.stdout))
+    if last:
+        return {record.job_id: [record] for record in parse_sacct(done.stdout)}
+    return parse_sacct_starts(done.stdout)
 
 
 _NOT_ON_PATH = "is this a login node of the cluster? Slurm's commands must be on PATH, e.g. module load slurm"

@@ -2,63 +2,51 @@
 shorter list: a lost row would look like a job that left the queue. Real output lies in tests/recordings/."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from krea_runner.errors import JobNotFound, SchedulerError, SchedulerOutputError, SchedulerUnavailable
+from krea_runner.errors import JobNotFound, RequeueDisabled, SchedulerError, SchedulerOutputError, SchedulerUnavailable
 from krea_runner.model import JobRecord, JobState
 
 # ------------------------------------------------------------------------------------------------------------ squeue
 
-# In `squeue -O` a field takes a suffix, and with one it is neither padded nor cut at 20 columns. The last field is free
-# text (a state description, a comment: bars, line breaks and all), so the row ends with a character that no line has.
-ROW_END = "\x1e"
+# In `squeue -O` a field takes a suffix, and with one it is neither padded nor cut at 20 columns. The last two fields are free
+# text (a state description, a comment: bars, line breaks and all), so each ends with a character that no line has.
+REASON_END, ROW_END = "\x1f", "\x1e"
 JOB_FIELDS = (
     "JobArrayID", "State", "RestartCnt", "exit_code", "SubmitTime", "StartTime", "EndTime", "NodeList", "BatchHost",
-    "Requeue", "Reason",
+    "Requeue", "UserName", "Reason", "Comment",
 )  # fmt: skip
-TAG_FIELDS = ("JobArrayID", "Comment")
+JOB_FORMAT = ",".join([*(f"{field}:|" for field in JOB_FIELDS[:-2]), f"Reason:{REASON_END}", f"Comment:{ROW_END}"])
 _NOTHING = frozenset({"", "N/A", "n/a", "NONE", "None", "Unknown", "(null)", "None assigned"})
 
 
-def squeue_format(fields: Sequence[str]) -> str:
-    return ",".join([*(f"{field}:|" for field in fields[:-1]), f"{fields[-1]}:{ROW_END}"])
-
-
 def parse_squeue(stdout: str, stderr: str = "") -> list[JobRecord]:
-    """Records in the order printed, from `squeue -h -r` with JOB_FIELDS and epoch times.
+    """Records in the order printed, from `squeue -h -r` with JOB_FORMAT and epoch times.
 
     Raises: SchedulerOutputError.
     """
-    return [_job(row) for row in _squeue_rows(stdout, stderr, JOB_FIELDS)]
-
-
-def parse_comments(stdout: str, stderr: str = "") -> list[tuple[str, str]]:
-    """(job id, comment) from `squeue -h -r` with TAG_FIELDS; a job without a comment has `(null)`.
-
-    Raises: SchedulerOutputError.
-    """
-    return [(_job_id(job_id), comment) for job_id, comment in _squeue_rows(stdout, stderr, TAG_FIELDS)]
-
-
-def _squeue_rows(stdout: str, stderr: str, fields: Sequence[str]) -> list[list[str]]:
     *rows, rest = stdout.split(f"{ROW_END}\n")
     if rest:
         raise _unreadable("squeue", rest)
     if not rows and ": error:" in stderr:
         # 22.05.8: `Invalid job format specification` comes with exit code 0. Not "no jobs".
         raise _unreadable("squeue", stderr)
-    split = [row.split("|", len(fields) - 1) for row in rows]
-    for row, values in zip(rows, split, strict=True):
-        if len(values) != len(fields):
-            raise _unreadable("squeue", row)
-    return split
+    whole: list[str] = []
+    for row in rows:
+        if whole and not re.match(r"\d[\d_+]*\|", row):  # the end of a row can stand inside a comment, too
+            whole[-1] += f"{ROW_END}\n{row}"
+        else:
+            whole.append(row)
+    return [_job(row) for row in whole]
 
 
-def _job(row: list[str]) -> JobRecord:
-    job_id, word, restarts, status, submitted, started, ended, nodelist, batch_host, requeue, reason = row
-    state = job_state(word)
+def _job(row: str) -> JobRecord:
     try:
+        *values, text = row.split("|", len(JOB_FIELDS) - 2)
+        job_id, word, restarts, status, submitted, started, ended, nodelist, batch_host, requeue, user = values
+        reason, comment = text.split(REASON_END, 1)
+        state = job_state(word)
         # Before the end it is 0 and means nothing.
         code, number = _exit_code(status) if state.is_ended else (None, None)
         return JobRecord(
@@ -75,9 +63,11 @@ def _job(row: list[str]) -> JobRecord:
             nodelist=_text(nodelist),
             batch_node=_text(batch_host),
             requeue_allowed={"0": False, "1": True}.get(requeue),
+            user=user,
+            comment=_text(comment),
         )
     except ValueError as error:
-        raise _unreadable("squeue", "|".join(row)) from error
+        raise _unreadable("squeue", row) from error
 
 
 # ------------------------------------------------------------------------------------------------------------- sacct
@@ -85,30 +75,39 @@ def _job(row: list[str]) -> JobRecord:
 SACCT_FIELDS = ("JobID", "State", "ExitCode", "Submit", "Start", "End", "NodeList", "Reason")
 
 
-def parse_sacct(stdout: str) -> list[JobRecord]:
-    """The last start of each job, from `sacct -D -X -P -n` with SACCT_FIELDS and epoch times, for jobs that squeue no
-    longer knows.
+def parse_sacct_starts(stdout: str) -> dict[str, list[JobRecord]]:
+    """The starts of each job, oldest first, from `sacct -D -X -P -n` with SACCT_FIELDS and epoch times.
 
     sacct 22.05 has no restart count: with -D it prints one row a start, in order, so it is the number of rows before
     (RESIZING rows, of a --no-kill job that lost a node, are not starts). Exit codes are cut to seven bits: 137 reads as
-    9:0. A row that has not ended, of a job that the controller does not know, is UNKNOWN: one of the two is behind.
+    9:0. The row of an attempt that was requeued after its end reads REQUEUED, whatever it was before.
     Raises: SchedulerOutputError.
     """
-    last: dict[str, JobRecord] = {}
+    starts: dict[str, list[JobRecord]] = {}
     for line in stdout.splitlines():
         values = line.split("|", len(SACCT_FIELDS) - 1)
         if len(values) != len(SACCT_FIELDS):
             raise _unreadable("sacct", line)
         record = _accounted(line, values)
-        before = last.get(record.job_id)
-        if before is not None:
-            record = replace(record, restart_count=before.restart_count + (before.state is not JobState.RESIZING))
-        last[record.job_id] = record
+        known = starts.setdefault(record.job_id, [])
+        if known and known[-1].state is JobState.RESIZING:
+            known.pop()
+        known.append(replace(record, restart_count=len(known)))
+    return starts
+
+
+def parse_sacct(stdout: str) -> list[JobRecord]:
+    """The last start of each job, for jobs that squeue no longer knows. A row that has not ended, of a job that the
+    controller does not know, is UNKNOWN: one of the two is behind.
+
+    Raises: SchedulerOutputError.
+    """
+    last = [starts[-1] for starts in parse_sacct_starts(stdout).values()]
     return [
         record
         if record.state.is_ended
         else replace(record, state=JobState.UNKNOWN, raw_state=f"{record.raw_state} (sacct, not in squeue)")
-        for record in last.values()
+        for record in last
     ]
 
 
@@ -232,7 +231,7 @@ _REFUSALS: tuple[tuple[str, type[SchedulerError], str], ...] = (
     (r"Invalid job id specified", JobNotFound, "your jobs: squeue --me"),
     (
         r"operation is presently disabled",
-        SchedulerError,
+        RequeueDisabled,
         "it was submitted with --no-requeue: scontrol update jobid=JOB requeue=1",
     ),
     (r"Job is pending execution", SchedulerError, "it waits in the queue already: squeue --me"),

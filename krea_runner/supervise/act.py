@@ -2,17 +2,23 @@
 anywhere is finished by the next one; what was asked for is verified by reading the scheduler again.
 
 The requeue dance (Slurm 22.05 to 26.05; measured, docs/design/requeue.md): `requeue`, wait until the job reads PENDING,
-wait for the next whole second, lift the start time. Slurm's own delay of 121 s is only the fallback.
+wait for the next whole second, lift the start time. Slurm's own delay of 121 s is only the fallback. A job that Slurm has
+requeued by itself only needs the end of the dance, after `release` where it holds it.
+
+Where a requeue is not possible the same script is submitted as a new job of the run. Its tag is committed before, so that a
+submission whose answer was lost is looked for, and repeated only when the scheduler has long answered without it.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from krea_runner.clock import Clock
-from krea_runner.errors import JobNotFound, SchedulerError
+from krea_runner.diagnose.end import is_held_by_slurm
+from krea_runner.errors import JobNotFound, RequeueDisabled, SchedulerError
 from krea_runner.history.store import History, Lease, LeaseLost
-from krea_runner.model import Action, ActionKind, ActionStage, AttemptKey, JobRecord, JobState, Run, RunState
+from krea_runner.model import Action, ActionKind, ActionStage, Attempt, AttemptKey, JobRecord, JobState, Run, RunState
 from krea_runner.rundir import RunDir
 from krea_runner.schedulers import Scheduler
 
@@ -21,9 +27,14 @@ SECOND_MARGIN_S = 0.15
 # StartTime further ahead than this was set by the requeue itself and not lifted yet.
 LIFTED_S = 5.0
 POLL_S = 0.1
+# SubmitTime is in whole seconds.
+SAME_SUBMIT_S = 2.0
 # What Slurm still says of a job whose start time was just lifted; any other reason (Resources, Priority, ...) means that
 # our part is done and the queue decides.
 _ABOUT_TO_START = frozenset({"", "None", "BeginTime"})
+# After this long without the tag among the user's jobs, a submission is taken for lost: sbatch gives up after 60 s.
+SUBMIT_AGAIN_S = 90.0
+CANCEL_SENT = "cancel of the old job sent"
 SLOW = "start refused by a revoked credential; requeued again, with Slurm's own delay"
 
 
@@ -36,6 +47,11 @@ class Work:
     lease: Lease
     action: Action
     lift_at: float | None = None
+    tag_is_new: bool = False
+    """The tag was made by this very process and has not been submitted yet."""
+    cancel_sent: bool = False
+    parked: bool = False
+    """Nothing more can be done about it in this tick."""
 
 
 def carry_out(work: list[Work], history: History, clock: Clock, *, deadline: float) -> None:
@@ -46,9 +62,9 @@ def carry_out(work: list[Work], history: History, clock: Clock, *, deadline: flo
     """
     while True:
         for item in work:
-            if item.action.stage.is_open:
+            if item.action.stage.is_open and not item.parked:
                 _STEPS[item.action.kind](item, history, clock)
-        if not any(item.action.stage.is_open for item in work) or clock.mono() >= deadline:
+        if not any(item.action.stage.is_open and not item.parked for item in work) or clock.mono() >= deadline:
             return
         due = (item.lift_at - clock.wall() for item in work if item.lift_at is not None)
         clock.sleep(min([POLL_S, *(wait for wait in due if wait > 0)]))
@@ -60,17 +76,15 @@ def carry_out(work: list[Work], history: History, clock: Clock, *, deadline: flo
 def _requeue(work: Work, history: History, clock: Clock) -> None:
     job = _read(work)
     if job is None:
-        _give_up(
-            work,
-            history,
-            clock,
-            RunState.HELD,
-            f"job {work.action.job_id} is not known to the scheduler any more",
-        )
+        _resubmit_instead(work, history, clock, "Slurm has forgotten the job")
     elif job.state is JobState.CANCELLED:
         _give_up(work, history, clock, RunState.STOPPED, "cancelled from outside (scancel) before the requeue")
     elif job.state is not JobState.UNKNOWN:  # nothing is done about what nobody understands; the next read may
         _REQUEUE_STEPS[work.action.stage](work, job, history, clock)
+
+
+def _ask(work: Work, job: JobRecord, history: History, clock: Clock) -> None:
+    _ASKS[work.action.kind](work, job, history, clock)
 
 
 def _ask_for_requeue(work: Work, job: JobRecord, history: History, clock: Clock) -> None:
@@ -82,13 +96,30 @@ def _ask_for_requeue(work: Work, job: JobRecord, history: History, clock: Clock)
         _still_ours(work, history)
         try:
             work.scheduler.requeue(action.job_id)
-        except JobNotFound as error:
-            _give_up(work, history, clock, RunState.HELD, str(error))
+        except JobNotFound:
+            _resubmit_instead(work, history, clock, "Slurm has forgotten the job")
+            return
+        except RequeueDisabled:
+            _resubmit_instead(work, history, clock, "the job was submitted with --no-requeue")
             return
         except SchedulerError as error:
             if error.transient:
                 raise
             _give_up(work, history, clock, RunState.HELD, f"requeue refused: {error}")
+            return
+    _advance(work, history, clock, ActionStage.REQUESTED, work.action.detail)
+
+
+def _ask_for_release(work: Work, job: JobRecord, history: History, clock: Clock) -> None:
+    """Only a hold that Slurm put on the job by itself: a person's may have come in its place."""
+    if job.state.is_queued and is_held_by_slurm(job) in {"launch", "crash"}:
+        _still_ours(work, history)
+        try:
+            work.scheduler.release(work.action.job_id)
+        except SchedulerError as error:
+            if error.transient:
+                raise
+            _give_up(work, history, clock, RunState.HELD, f"release refused: {error}")
             return
     _advance(work, history, clock, ActionStage.REQUESTED, work.action.detail)
 
@@ -135,8 +166,14 @@ def _verify_start(work: Work, job: JobRecord, history: History, clock: Clock) ->
         )
 
 
-_REQUEUE_STEPS: dict[ActionStage, Callable[[Work, JobRecord, History, Clock], None]] = {
-    ActionStage.INTENDED: _ask_for_requeue,
+_Step = Callable[[Work, JobRecord, History, Clock], None]
+_ASKS: dict[ActionKind, _Step] = {
+    ActionKind.REQUEUE: _ask_for_requeue,
+    ActionKind.RELEASE: _ask_for_release,
+    ActionKind.START: _lift_start_time,
+}
+_REQUEUE_STEPS: dict[ActionStage, _Step] = {
+    ActionStage.INTENDED: _ask,
     ActionStage.REQUESTED: _lift_start_time,
     ActionStage.STARTED: _verify_start,
 }
@@ -147,6 +184,90 @@ def _start_was_refused(work: Work, job: JobRecord) -> bool:
     attempt = AttemptKey(job.job_id, job.restart_count)
     never_began = not RunDir(work.run.config.run_dir).script_events(attempt).exists()
     return job.restart_count > work.action.restart_count and never_began
+
+
+# ----------------------------------------------------------------------------------------------------------- resubmit
+
+
+def _resubmit_instead(work: Work, history: History, clock: Clock, why: str) -> None:
+    _advance(
+        work, history, clock, ActionStage.INTENDED, f"{why}: submitted again as a new job", kind=ActionKind.RESUBMIT
+    )
+
+
+def _resubmit(work: Work, history: History, clock: Clock) -> None:
+    if work.action.stage is ActionStage.INTENDED:
+        _end_old_job(work, history, clock)
+    elif work.tag_is_new:
+        _submit(work, history, clock)
+    else:
+        found = work.scheduler.find_by_tag(work.run.tag)
+        if found:
+            _take_new_job(work, history, clock, found[0].job_id)
+        elif clock.wall() - work.action.updated_at > SUBMIT_AGAIN_S:
+            _advance(work, history, clock, ActionStage.REQUESTED, work.action.detail)  # the time counts from here
+            _submit(work, history, clock)
+        else:
+            work.parked = True
+
+
+def _end_old_job(work: Work, history: History, clock: Clock) -> None:
+    """Never two live attempts of one run: the old job first, unless its id is another's by now."""
+    job, action = _read(work), work.action
+    if job is not None and not is_the_runs_own(job, work.run, history.latest_attempt(work.run.run_id)):
+        job = None
+    if job is not None and job.state is JobState.UNKNOWN:
+        return
+    if job is not None and job.state is JobState.COMPLETED:
+        _give_up(work, history, clock, RunState.DONE, "completed before it was submitted again")
+    elif job is not None and job.state is JobState.CANCELLED and CANCEL_SENT not in action.detail:
+        _give_up(
+            work, history, clock, RunState.STOPPED, "cancelled from outside (scancel) before it was submitted again"
+        )
+    elif job is not None and not job.state.is_ended:
+        if CANCEL_SENT not in action.detail:
+            _advance(work, history, clock, ActionStage.INTENDED, f"{action.detail} {CANCEL_SENT}".strip())
+        if not work.cancel_sent:
+            _still_ours(work, history)
+            work.scheduler.cancel(action.job_id)
+            work.cancel_sent = True
+    elif not RunDir(work.run.config.run_dir).script.is_file():
+        why = "there is no batch script of ours to submit again; submit it by hand, then: krea-runner adopt JOBID"
+        _give_up(work, history, clock, RunState.HELD, why)
+    else:
+        base = work.run.tag.partition(".")[0]
+        tag = f"{base}.{action.action_id}"
+        _advance(work, history, clock, ActionStage.REQUESTED, action.detail, tag=tag)
+        work.run, work.tag_is_new = replace(work.run, tag=tag), True
+
+
+def _submit(work: Work, history: History, clock: Clock) -> None:
+    _still_ours(work, history)
+    work.tag_is_new = False
+    try:
+        job_id = work.scheduler.submit(RunDir(work.run.config.run_dir).script, tag=work.run.tag)
+    except SchedulerError as error:
+        if error.transient:
+            raise
+        _give_up(work, history, clock, RunState.HELD, f"not submitted again: {error}")
+        return
+    _take_new_job(work, history, clock, job_id)
+
+
+def _take_new_job(work: Work, history: History, clock: Clock, job_id: str) -> None:
+    _advance(work, history, clock, ActionStage.DONE, f"{work.action.detail} job {job_id}".strip(), job_id=job_id)
+
+
+def is_the_runs_own(job: JobRecord, run: Run, latest: Attempt | None) -> bool:
+    """Whether the record under the run's job id is still the run's job: after a controller has lost its state, ids are used
+    again. Ours carries the run's tag; where somebody wrote over it, the same start has the same submission time."""
+    if job.comment == run.tag or latest is None or latest.key.job_id != job.job_id:
+        return True
+    if latest.submitted_at is None or job.submitted_at is None:
+        return True
+    if job.restart_count == latest.key.restart_count:
+        return abs(job.submitted_at - latest.submitted_at) < SAME_SUBMIT_S
+    return job.restart_count > latest.key.restart_count
 
 
 # ------------------------------------------------------------------------------------------------------------- cancel
@@ -164,6 +285,9 @@ def _cancel(work: Work, history: History, clock: Clock) -> None:
 
 _STEPS: dict[ActionKind, Callable[[Work, History, Clock], None]] = {
     ActionKind.REQUEUE: _requeue,
+    ActionKind.RELEASE: _requeue,
+    ActionKind.START: _requeue,
+    ActionKind.RESUBMIT: _resubmit,
     ActionKind.CANCEL: _cancel,
 }
 
@@ -187,13 +311,11 @@ def _advance(
     clock: Clock,
     stage: ActionStage,
     detail: str,
-    *,
-    restart_count: int | None = None,
+    **changes: Any,
 ) -> None:
+    """`changes`: as History.advance_action has them."""
     try:
-        work.action = history.advance_action(
-            work.lease, work.action, stage, detail=detail, now=clock.wall(), restart_count=restart_count
-        )
+        work.action = history.advance_action(work.lease, work.action, stage, detail=detail, now=clock.wall(), **changes)
     except LeaseLost:
         # A stop overtook us between the look and the effect: a requeue would bring the cancelled job back to life.
         if history.run(work.run.run_id).state is RunState.STOPPED:

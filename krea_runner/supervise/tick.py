@@ -1,12 +1,12 @@
 """One pass of the supervisor over all runs of a user: observe → diagnose → decide → act, and one sentence a run."""
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from krea_runner.clock import Clock
 from krea_runner.decide.decision import Case, decide
-from krea_runner.diagnose.end import diagnose_end, diagnose_requeued_elsewhere, exit_codes
+from krea_runner.diagnose.end import diagnose_end, end_of, exit_codes, is_held_by_slurm
 from krea_runner.diagnose.hang import judge_hang
 from krea_runner.errors import HistoryUnavailable, SchedulerError
 from krea_runner.history.store import History, Lease, LeaseLost, TickRecord
@@ -14,6 +14,7 @@ from krea_runner.model import (
     ActionKind,
     Attempt,
     AttemptKey,
+    Decision,
     DecisionKind,
     Finding,
     Incident,
@@ -22,11 +23,12 @@ from krea_runner.model import (
     Run,
     RunState,
     Snapshot,
+    Symptom,
     Watch,
 )
 from krea_runner.observe.snapshot import observe
 from krea_runner.schedulers import Scheduler
-from krea_runner.supervise.act import Work, carry_out
+from krea_runner.supervise.act import Work, carry_out, is_the_runs_own
 from krea_runner.supervise.evidence import keep_evidence
 from krea_runner.supervise.lease import take_lease
 
@@ -34,6 +36,9 @@ from krea_runner.supervise.lease import take_lease
 ACT_S = 20.0
 # A submission whose answer was lost is looked for this long before a person is asked.
 LOST_SUBMISSION_S = 600.0
+# A job that Slurm does not know (any more) may still have ranks somewhere: this long without a sign of them first.
+GONE_S = 60.0
+TAG_PREFIX = "krea_runner/"
 
 _STATE_AFTER = {
     DecisionKind.HOLD: RunState.HELD,
@@ -79,6 +84,8 @@ class Supervisor:
     user: str
     holder: str
     dry_run: bool = False
+    accounting_is_away: bool = False
+    """In the present tick."""
     memory: dict[int, Watch] = field(default_factory=dict)
 
 
@@ -87,6 +94,7 @@ def tick(supervisor: Supervisor) -> TickReport:
     report, not raised."""
     history, clock = supervisor.history, supervisor.clock
     report = TickReport()
+    supervisor.accounting_is_away = False
     runs = {
         run.run_id: run
         for run in history.list_runs(user=supervisor.user, states=[s for s in RunState if s.is_supervised])
@@ -114,14 +122,14 @@ def _tick_group(supervisor: Supervisor, kind: str, runs: list[Run], report: Tick
                 report.lines.append(RunLine(run, f"left to {holder}, who holds its lease"))
         ours = [history.run(run_id) for run_id in leases]  # as they are under the lease
         scheduler = supervisor.open_scheduler(kind)
-        jobs = scheduler.jobs([run.job_id for run in ours if run.job_id is not None])
+        jobs = scheduler.my_jobs([run.job_id for run in ours if run.job_id is not None])
         for run in ours:
-            job = jobs.get(run.job_id) if run.job_id else None
-            report.lines.append(_tick_run(supervisor, scheduler, run, job, leases[run.run_id], report))
+            report.lines.append(_tick_run(supervisor, scheduler, run, jobs, leases[run.run_id], report))
             action = None if supervisor.dry_run else history.open_action(run.run_id)
             if action is not None:
                 work.append(Work(run, scheduler, leases[run.run_id], action))
         carry_out(work, history, clock, deadline=clock.mono() + ACT_S)
+        report.lines += _end_ghosts(supervisor, scheduler, jobs)
     except SchedulerError as error:
         settled = {line.run.run_id for line in report.lines} - {
             item.run.run_id for item in work if item.action.stage.is_open
@@ -160,48 +168,50 @@ def _tick_run(
     supervisor: Supervisor,
     scheduler: Scheduler,
     run: Run,
-    job: JobRecord | None,
+    jobs: Mapping[str, JobRecord],
     lease: Lease,
     report: TickReport,
 ) -> RunLine:
     history = supervisor.history
     if run.state is RunState.SUBMITTING:
-        return _find_submission(supervisor, scheduler, run)
+        return _find_submission(supervisor, run, jobs)
     if not run.state.is_supervised or history.open_action(run.run_id) is not None:
         return RunLine(run, "an action is under way")
-    if job is None:
-        return _job_gone(supervisor, run)
+    job = jobs.get(run.job_id) if run.job_id else None
+    latest = history.latest_attempt(run.run_id)
+    if job is None or not is_the_runs_own(job, run, latest):
+        return _job_gone(supervisor, run, latest, lease)
     if job.state is JobState.UNKNOWN:
         return RunLine(
             run,
             f"could not see: job {job.job_id} is {job.raw_state!r}, which says nothing we know",
             blind=True,
         )
-
-    latest = history.latest_attempt(run.run_id)
     if latest is not None and latest.key.job_id == job.job_id and latest.key.restart_count > job.restart_count:
         told, known = job.restart_count, latest.key.restart_count
         return RunLine(run, f"could not see: told of restart {told} when {known} is on record", blind=True)
 
+    line = _settle_past(supervisor, scheduler, run, job, lease)
     attempt, before = _attempt_of(supervisor, run, job)
     snapshot = observe(run, job, attempt, _remembered(supervisor, attempt), supervisor.clock)
-    attempt = _update_attempt(attempt, snapshot)
+    if job.state.is_ended:
+        snapshot = replace(snapshot, accounted=_accounted(supervisor, scheduler, attempt.key))
+    finding = diagnose_end(snapshot)
+    attempt = _update_attempt(attempt, snapshot, finding)
     snapshot = replace(snapshot, attempt=attempt)
     if not supervisor.dry_run:
         history.save_observation(attempt, snapshot.watch)
         _remember(supervisor, attempt, snapshot.watch)
         _note_recovery(history, run, before, snapshot)
 
-    if before is not None and before.ended_at is None:
-        line = _border(supervisor, run, before, job, lease, snapshot)
-        if line is not None:
-            return line
-    if job.state is JobState.COMPLETED:
+    if line is not None:
+        return line
+    if job.state is JobState.COMPLETED and finding is None:
         if not supervisor.dry_run:
             history.set_run_state(run.run_id, RunState.DONE, "completed", now=snapshot.wall_at)
         return RunLine(run, "done: the job completed", news=True)
     hang = judge_hang(snapshot)
-    finding = diagnose_end(snapshot) or hang.finding
+    finding = finding or hang.finding
     if finding is None:
         report.snapshots.append(snapshot)
         text = hang.line if job.state is JobState.RUNNING else _queue_line(job)
@@ -217,6 +227,8 @@ def _handle(supervisor: Supervisor, snapshot: Snapshot, attempt: Attempt, findin
         return RunLine(run, f"{finding.summary}; on record, waiting for what was decided")
     newest = snapshot.checkpoints.newest
     checkpoint_step = newest.step if newest else None
+    job = snapshot.job
+    back, held = job is not None and job.restart_count > attempt.key.restart_count, is_held_by_slurm(job)
     decision = decide(
         Case(
             finding=finding,
@@ -225,13 +237,15 @@ def _handle(supervisor: Supervisor, snapshot: Snapshot, attempt: Attempt, findin
             checkpoint_step=checkpoint_step,
             exit_codes=frozenset(exit_codes(snapshot)),
             now=snapshot.wall_at,
-            requeue_allowed=snapshot.job.requeue_allowed if snapshot.job else None,
+            requeue_allowed=job.requeue_allowed if job else False,
+            back_in_queue=back,
+            held_by=held if back else "",
         )
     )
     line = RunLine(run, f"{finding.summary} → {decision.kind}: {decision.reason}", news=True)
     if supervisor.dry_run:
         return line
-    requeue = decision.kind is DecisionKind.REQUEUE
+    kind = _action_for(decision, finding, back=back, held=held)
     history.record_incident(
         lease,
         attempt,
@@ -240,20 +254,30 @@ def _handle(supervisor: Supervisor, snapshot: Snapshot, attempt: Attempt, findin
         checkpoint_step=checkpoint_step,
         now=supervisor.clock.wall(),
         run_state=_STATE_AFTER.get(decision.kind),
-        action=(ActionKind.REQUEUE, attempt.key.restart_count) if requeue else None,
+        action=None if kind is None else (kind, attempt.key.restart_count),
     )
     keep_evidence(snapshot, finding)
     return line
 
 
-def _find_submission(supervisor: Supervisor, scheduler: Scheduler, run: Run) -> RunLine:
+def _action_for(decision: Decision, finding: Finding, *, back: bool, held: str) -> ActionKind | None:
+    if decision.kind is DecisionKind.REQUEUE:
+        return ActionKind.RELEASE if back and held else ActionKind.REQUEUE
+    if decision.kind is DecisionKind.RESUBMIT:
+        return ActionKind.RESUBMIT
+    slurms_own = decision.kind is DecisionKind.WAIT and finding.symptom in {Symptom.NODE_FAIL, Symptom.PREEMPTED}
+    return ActionKind.START if back and slurms_own and not held else None
+
+
+def _find_submission(supervisor: Supervisor, run: Run, jobs: Mapping[str, JobRecord]) -> RunLine:
     """The answer to the submission was lost: the job carries our tag, if it exists."""
-    found = scheduler.find_by_tag(run.tag)
+    found = [job for job in jobs.values() if job.comment == run.tag]
     now = supervisor.clock.wall()
     if found:
+        newest = max(found, key=lambda job: job.submitted_at or 0.0)
         if not supervisor.dry_run:
-            supervisor.history.set_submitted(run.run_id, found[0].job_id, now=now)
-        return RunLine(run, f"found its job {found[0].job_id} by its tag", news=True)
+            supervisor.history.set_submitted(run.run_id, newest.job_id, now=now)
+        return RunLine(run, f"found its job {newest.job_id} by its tag", news=True)
     if now - run.created_at < LOST_SUBMISSION_S:
         return RunLine(run, "submitted, no job id yet: looking for its tag", blind=True)
     why = "its submission never reached the scheduler"
@@ -262,17 +286,58 @@ def _find_submission(supervisor: Supervisor, scheduler: Scheduler, run: Run) -> 
     return RunLine(run, f"{why}; submit it again", news=True)
 
 
-def _job_gone(supervisor: Supervisor, run: Run) -> RunLine:
-    """The scheduler answered and does not know the job: purged, or its memory was lost. Not an end by itself."""
-    attempt = supervisor.history.latest_attempt(run.run_id)
-    snapshot = observe(run, None, attempt, None, supervisor.clock)
-    if snapshot.script_end is not None and snapshot.script_end.exit_code == 0:
+def _job_gone(supervisor: Supervisor, run: Run, attempt: Attempt | None, lease: Lease) -> RunLine:
+    """The scheduler answered and does not know the job: purged, or its memory was lost. What the attempt left behind says how
+    it ended; a sign of life from its ranks says that it has not."""
+    unknown = f"could not see: job {run.job_id} is not known to the scheduler"
+    if attempt is None or attempt.key.job_id != run.job_id:
+        if supervisor.dry_run:
+            return RunLine(run, unknown, blind=True)
+        attempt = supervisor.history.add_attempt(run.run_id, AttemptKey(run.job_id or "?"), now=supervisor.clock.wall())
+    snapshot = observe(run, None, attempt, _remembered(supervisor, attempt), supervisor.clock)
+    if not supervisor.dry_run:
+        supervisor.history.save_observation(attempt, snapshot.watch)
+        _remember(supervisor, attempt, snapshot.watch)
+    end, finding = end_of(snapshot), diagnose_end(snapshot)
+    if end is not None and end.state is JobState.COMPLETED and finding is None:
         if not supervisor.dry_run:
             supervisor.history.set_run_state(
                 run.run_id, RunState.DONE, "completed (its script says so)", now=snapshot.wall_at
             )
         return RunLine(run, "done: the script ended well, Slurm has forgotten the job", news=True)
-    return RunLine(run, f"could not see: job {run.job_id} is not known to the scheduler", blind=True)
+    silent_s = snapshot.mono - _last_sign_mono(snapshot)
+    if finding is None or (finding.cause == "record_purged" and silent_s < GONE_S):
+        return RunLine(run, f"{unknown}; its ranks silent for {silent_s:.0f} of {GONE_S:.0f} s", blind=True)
+    line = _handle(supervisor, snapshot, attempt, finding, lease)
+    if not supervisor.dry_run:
+        closed = _closed(attempt, snapshot, finding)
+        supervisor.history.save_observation(closed, snapshot.watch)
+    return line
+
+
+def _last_sign_mono(snapshot: Snapshot) -> float:
+    watch = snapshot.watch
+    if watch is None:
+        return snapshot.mono
+    return max([watch.since_mono, watch.log_moved_mono, *(rank.flush_moved_mono for rank in watch.ranks)])
+
+
+def _end_ghosts(supervisor: Supervisor, scheduler: Scheduler, jobs: Mapping[str, JobRecord]) -> list[RunLine]:
+    """Never two live attempts of one run: a submission whose answer was lost may be carried out much later, when the run has
+    long been submitted again (a stopped controller does that, 22.05.8)."""
+    lines = []
+    for job in jobs.values():
+        if not job.comment.startswith(TAG_PREFIX) or job.state.is_ended or job.state is JobState.UNKNOWN:
+            continue
+        run = supervisor.history.run_tagged(job.comment.partition(".")[0])
+        if run is None or run.job_id in {None, job.job_id} or supervisor.history.open_action(run.run_id) is not None:
+            continue
+        if not supervisor.dry_run:
+            scheduler.cancel(job.job_id)
+        lines.append(
+            RunLine(run, f"job {job.job_id} is a second job of this run (it has {run.job_id}): cancelled", news=True)
+        )
+    return lines
 
 
 # ----------------------------------------------------------------------------------------------------------- attempts
@@ -304,40 +369,92 @@ def _remember(supervisor: Supervisor, attempt: Attempt, watch: Watch | None) -> 
         supervisor.memory[attempt.attempt_id] = watch
 
 
-def _update_attempt(attempt: Attempt, snapshot: Snapshot) -> Attempt:
+def _update_attempt(attempt: Attempt, snapshot: Snapshot, finding: Finding | None) -> Attempt:
     job, watch = snapshot.job, snapshot.watch
-    if job is None or job.state.is_queued:
+    if job is None:
+        return attempt
+    if attempt.submitted_at is None:
+        attempt = replace(attempt, submitted_at=job.submitted_at)
+    if job.state.is_queued:
         return attempt
     step = max((rank.step for rank in watch.ranks), default=-1) if watch else -1
-    ended = job.state.is_ended
-    return replace(
+    attempt = replace(
         attempt,
         started_at=attempt.started_at if attempt.started_at is not None else job.started_at,
-        ended_at=(job.ended_at or snapshot.wall_at) if ended else None,
-        end_state=job.state if ended else None,
-        exit_code=job.exit_code if ended else None,
-        signal=job.signal if ended else None,
-        nodelist=job.nodelist or attempt.nodelist,
+        nodelist=job.nodelist if len(job.nodelist) >= len(attempt.nodelist) else attempt.nodelist,
         first_step=step if attempt.first_step is None and step >= 0 else attempt.first_step,
         last_step=step if step >= 0 else attempt.last_step,
     )
+    return _closed(attempt, snapshot, finding) if job.state.is_ended else attempt
 
 
-def _border(
-    supervisor: Supervisor, run: Run, before: Attempt, job: JobRecord, lease: Lease, snapshot: Snapshot
+def _closed(attempt: Attempt, snapshot: Snapshot, finding: Finding | None) -> Attempt:
+    """With its end: the state, code and signal, when, on which node, by whom."""
+    end = end_of(snapshot)
+    if end is None:
+        return attempt
+    job, accounted = snapshot.job, snapshot.accounted
+    told = job if job is not None and job.restart_count == attempt.key.restart_count else accounted
+    ended_at = (told.ended_at if told else None) or (
+        snapshot.script_end.at if snapshot.script_end else snapshot.wall_at
+    )
+    return replace(
+        attempt,
+        started_at=attempt.started_at if attempt.started_at is not None or told is None else told.started_at,
+        ended_at=ended_at,
+        end_state=end.state,
+        exit_code=end.exit_code,
+        signal=end.signal,
+        nodelist=attempt.nodelist or (told.nodelist if told else ""),
+        end_node=finding.node if finding else "",
+        ended_by=finding.by if finding else "job",
+    )
+
+
+def _settle_past(
+    supervisor: Supervisor, scheduler: Scheduler, run: Run, job: JobRecord, lease: Lease
 ) -> RunLine | None:
-    """Close the attempt that was live when we last looked. When its end is on no record of ours, somebody else
-    requeued the job: that is an incident, and nothing to do twice."""
+    """Close every start of the job before its present one. One that is on no incident of ours was ended, or at least requeued,
+    by somebody else: that is an incident, and nothing to do twice. Returns what was said of the last of them."""
     history = supervisor.history
-    ours = any(incident.attempt == before.key for incident in history.incidents(run_id=run.run_id))
-    closed = replace(before, ended_at=snapshot.wall_at, end_state=JobState.REQUEUED)
-    if supervisor.dry_run:
+    known = {attempt.key: attempt for attempt in history.attempts(run.run_id)}
+    if supervisor.dry_run or (
+        not known and job.comment != run.tag
+    ):  # taken over in mid-life: what was before is not ours
         return None
+    first = min((key.restart_count for key in known if key.job_id == job.job_id), default=0)
+    recorded = {incident.attempt for incident in history.incidents(run_id=run.run_id)}
     line = None
-    if not ours:
-        line = _handle(supervisor, snapshot, closed, diagnose_requeued_elsewhere(before, job, before.last_step), lease)
-    history.save_observation(closed, history.watch(before.attempt_id))
+    for count in range(first, job.restart_count):
+        key = AttemptKey(job.job_id, count)
+        attempt = known.get(key) or history.add_attempt(run.run_id, key, now=supervisor.clock.wall())
+        if attempt.ended_at is not None:
+            continue
+        snapshot = observe(run, job, attempt, None, supervisor.clock)
+        snapshot = replace(snapshot, accounted=_accounted(supervisor, scheduler, key), watch=None)
+        if key in recorded:  # ended by us: a hang
+            closed = replace(_closed(attempt, snapshot, None), end_state=JobState.REQUEUED, ended_by="krea-runner")
+        else:
+            finding = diagnose_end(snapshot)
+            closed = _closed(attempt, snapshot, finding)
+            if finding is not None:
+                last = replace(job, restart_count=count + 1) if count + 1 < job.restart_count else job
+                line = _handle(supervisor, replace(snapshot, job=last), closed, finding, lease)
+        history.save_observation(closed, history.watch(attempt.attempt_id))
     return line
+
+
+def _accounted(supervisor: Supervisor, scheduler: Scheduler, key: AttemptKey) -> JobRecord | None:
+    """Accounting's row of an attempt that has ended. It is a witness, not a condition: without its answer the rest is judged
+    alone, and it is not asked again in this tick."""
+    if supervisor.accounting_is_away:
+        return None
+    try:
+        starts = scheduler.starts(key.job_id)
+    except SchedulerError:
+        supervisor.accounting_is_away = True
+        return None
+    return next((start for start in starts if start.restart_count == key.restart_count), None)
 
 
 def _note_recovery(history: History, run: Run, before: Attempt | None, snapshot: Snapshot) -> None:

@@ -108,7 +108,7 @@ def jobs() -> None:
     for name, state in (ends | {"requeued": "PENDING"}).items():
         wait(ids[name], state)
     record("squeue-jobs", slurm.squeue_argv(list(ids.values())), ids)
-    record("squeue-comments", slurm.tagged_argv(), ids)
+    record("squeue-mine", slurm.my_jobs_argv(everybody=False), ids)
     record("squeue-unknown", slurm.squeue_argv([UNKNOWN]))
     record("squeue-unknown_alone", ["squeue", "-h", "-j", UNKNOWN])
     record("squeue-bad_format", [*slurm.squeue_argv([ids["running"]])[:-1], "Nope:|,JobID:|"])

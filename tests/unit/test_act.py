@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from krea_runner.errors import JobNotFound, SchedulerError, SchedulerUnavailable
+from krea_runner.errors import JobNotFound, RequeueDisabled, SchedulerError, SchedulerUnavailable
 from krea_runner.history.store import History, LeaseLost, open_history
 from krea_runner.model import (
     ActionKind,
@@ -21,7 +21,7 @@ from krea_runner.model import (
     Symptom,
 )
 from krea_runner.rundir import RunDir
-from krea_runner.supervise.act import SLOW, Work, carry_out
+from krea_runner.supervise.act import SLOW, SUBMIT_AGAIN_S, Work, carry_out
 
 from .conftest import FakeClock, make_config
 
@@ -47,6 +47,7 @@ class Replay:
     def __init__(self, clock: FakeClock, records: Sequence[JobRecord | None]) -> None:
         self.clock, self.records, self.calls = clock, list(records), []
         self.on: dict[str, Callable[[], None]] = {}
+        self.tagged: list[JobRecord] = []
         self.showed_pending = False
 
     def jobs(self, job_ids: Sequence[str]) -> dict[str, JobRecord]:
@@ -72,6 +73,16 @@ class Replay:
     def cancel(self, job_id: str) -> None:
         self._called("cancel")
 
+    def release(self, job_id: str) -> None:
+        self._called("release")
+
+    def submit(self, script: Path, *, tag: str) -> str:
+        self._called("submit")
+        return "8"
+
+    def find_by_tag(self, tag: str) -> list[JobRecord]:
+        return [job for job in self.tagged if job.comment == tag]
+
     @property
     def asked(self) -> list[str]:
         return [what for what, _ in self.calls]
@@ -84,22 +95,33 @@ class Bench:
     run_id: int
     config_dir: Path
 
-    def requeue_of(self, *records: JobRecord | None, stage: ActionStage = ActionStage.INTENDED) -> tuple[Work, Replay]:
-        """A requeue that is on record up to `stage`, and a scheduler that will say `records`."""
+    def requeue_of(
+        self,
+        *records: JobRecord | None,
+        stage: ActionStage = ActionStage.INTENDED,
+        kind: ActionKind = ActionKind.REQUEUE,
+        tag: str | None = None,
+    ) -> tuple[Work, Replay]:
+        """An action that is on record up to `stage`, and a scheduler that will say `records`."""
         run = self.history.run(self.run_id)
         lease = self.history.take_lease(self.run_id, "host:1:1", now=self.clock.wall(), until=self.clock.wall() + 100)
         assert lease is not None
         attempt = self.history.add_attempt(self.run_id, AttemptKey("7"), now=self.clock.wall())
         self.history.record_incident(
             lease, attempt, Finding(Symptom.CRASH, "rank_killed", "crash"), Decision(DecisionKind.REQUEUE, "why"),
-            checkpoint_step=None, now=self.clock.wall(), action=(ActionKind.REQUEUE, 0),
+            checkpoint_step=None, now=self.clock.wall(), action=(kind, 0),
         )  # fmt: skip
         action = self.history.open_action(self.run_id)
         assert action is not None
         if stage is not ActionStage.INTENDED:
-            action = self.history.advance_action(lease, action, stage, detail="", now=self.clock.wall())
+            action = self.history.advance_action(lease, action, stage, detail="", now=self.clock.wall(), tag=tag)
+            run = self.history.run(self.run_id)
         replay = Replay(self.clock, records)
         return Work(run, replay, lease, action), replay
+
+    def script(self) -> None:
+        self.config_dir.mkdir(parents=True, exist_ok=True)
+        RunDir(self.config_dir).script.write_text("#!/bin/sh\n")
 
     def carry_out(self, work: Work) -> None:
         carry_out([work], self.history, self.clock, deadline=self.clock.mono() + 20)
@@ -168,19 +190,105 @@ def test_a_job_completed_meanwhile_is_not_run_again(bench: Bench) -> None:
     assert (replay.asked, bench.state) == ([], RunState.DONE)
 
 
-def test_an_unknown_job_is_held_for_a_person(bench: Bench) -> None:
+@pytest.mark.parametrize("error", [None, RequeueDisabled("presently disabled"), JobNotFound("gone")])
+def test_where_a_requeue_is_impossible_the_script_is_submitted_as_a_new_job(
+    bench: Bench, error: SchedulerError | None
+) -> None:
+    ended = dataclasses.replace(RUNNING, state=JobState.FAILED, raw_state="FAILED")
+    work, replay = bench.requeue_of(None) if error is None else bench.requeue_of(ended)
+    if error is not None:
+        replay.on["requeue"] = raiser(error)
+    bench.script()
+    bench.carry_out(work)
+    assert replay.asked == ([] if error is None else ["requeue"]) + ["submit"]
+    assert (work.action.kind, work.action.stage) == (ActionKind.RESUBMIT, ActionStage.DONE)
+    run = bench.history.run(bench.run_id)
+    assert (run.state, run.job_id, run.tag) == (RunState.ACTIVE, "8", f"t.{work.action.action_id}")
+
+
+def test_a_refused_requeue_is_held_with_what_the_scheduler_said(bench: Bench) -> None:
+    work, replay = bench.requeue_of(RUNNING)
+    replay.on["requeue"] = raiser(SchedulerError("Access/permission denied"))
+    bench.carry_out(work)
+    assert bench.state is RunState.HELD
+    assert "denied" in bench.history.run(bench.run_id).state_reason
+
+
+def test_a_new_job_is_submitted_only_when_the_old_one_has_ended(bench: Bench) -> None:
+    work, replay = bench.requeue_of(RUNNING, COMPLETING, CANCELLED, kind=ActionKind.RESUBMIT)
+    bench.script()
+    bench.carry_out(work)
+    assert replay.asked == ["cancel", "submit"]
+    assert bench.history.run(bench.run_id).job_id == "8"
+
+
+def test_a_persons_cancel_before_the_new_submission_is_final(bench: Bench) -> None:
+    work, replay = bench.requeue_of(CANCELLED, kind=ActionKind.RESUBMIT)
+    bench.script()
+    bench.carry_out(work)
+    assert (replay.asked, bench.state) == ([], RunState.STOPPED)
+
+
+def test_an_id_that_is_another_jobs_by_now_is_not_cancelled(bench: Bench) -> None:
+    other = dataclasses.replace(RUNNING, comment="another's", submitted_at=T0 + 50)
+    work, replay = bench.requeue_of(other, kind=ActionKind.RESUBMIT)
+    attempt = bench.history.latest_attempt(bench.run_id)
+    bench.history.save_observation(dataclasses.replace(attempt, submitted_at=T0), None)
+    bench.script()
+    bench.carry_out(work)
+    assert replay.asked == ["submit"]
+
+
+def test_a_new_submission_whose_answer_was_lost_is_looked_for_not_repeated(bench: Bench) -> None:
+    work, replay = bench.requeue_of(None, kind=ActionKind.RESUBMIT)
+    bench.script()
+    replay.on["submit"] = raiser(SchedulerUnavailable("no answer"))
+    with pytest.raises(SchedulerUnavailable):
+        bench.carry_out(work)
+    assert bench.history.run(bench.run_id).job_id == "7"
+    replay.tagged = [dataclasses.replace(RUNNING, job_id="8", comment=f"t.{work.action.action_id}")]
+    bench.carry_out(work)
+    assert (replay.asked, work.action.stage) == (["submit"], ActionStage.DONE)
+    assert bench.history.run(bench.run_id).job_id == "8"
+
+
+def test_a_new_submission_that_never_arrived_is_repeated_after_a_while(bench: Bench) -> None:
+    work, replay = bench.requeue_of(None, kind=ActionKind.RESUBMIT, stage=ActionStage.REQUESTED, tag="t.1")
+    bench.script()
+    bench.carry_out(work)
+    assert (replay.asked, work.action.stage, work.parked) == ([], ActionStage.REQUESTED, True)
+    bench.clock.sleep(SUBMIT_AGAIN_S + 1)
+    work.parked = False
+    bench.carry_out(work)
+    assert (replay.asked, work.action.stage) == (["submit"], ActionStage.DONE)
+
+
+def test_without_a_script_of_ours_a_person_must_submit(bench: Bench) -> None:
     work, replay = bench.requeue_of(None)
     bench.carry_out(work)
     assert (replay.asked, bench.state) == ([], RunState.HELD)
 
 
-@pytest.mark.parametrize("error", [SchedulerError("Requested operation is presently disabled"), JobNotFound("gone")])
-def test_a_refused_requeue_is_held_with_what_the_scheduler_said(bench: Bench, error: SchedulerError) -> None:
-    work, replay = bench.requeue_of(RUNNING)
-    replay.on["requeue"] = raiser(error)
+HELD = dataclasses.replace(PENDING, reason="launch failed requeued held")
+
+
+def test_a_hold_that_slurm_put_on_the_job_is_released_and_the_start_brought_forward(bench: Bench) -> None:
+    work, replay = bench.requeue_of(HELD, PENDING, LIFTED, AGAIN, kind=ActionKind.RELEASE)
     bench.carry_out(work)
-    assert bench.state is RunState.HELD
-    assert str(error) in bench.history.run(bench.run_id).state_reason
+    assert (replay.asked, work.action.stage) == (["release", "start_now"], ActionStage.DONE)
+
+
+def test_a_persons_hold_that_took_its_place_stays(bench: Bench) -> None:
+    held = dataclasses.replace(PENDING, reason="JobHeldUser", started_at=None)
+    work, replay = bench.requeue_of(held, kind=ActionKind.RELEASE)
+    bench.carry_out(work)
+    assert "release" not in replay.asked
+
+
+def test_of_a_job_that_slurm_requeued_only_the_wait_is_lifted(bench: Bench) -> None:
+    work, replay = bench.requeue_of(COMPLETING, PENDING, LIFTED, AGAIN, kind=ActionKind.START)
+    bench.carry_out(work)
+    assert (replay.asked, work.action.stage) == (["start_now"], ActionStage.DONE)
 
 
 def test_a_controller_that_goes_away_leaves_the_intent_for_the_next_tick(bench: Bench) -> None:

@@ -58,7 +58,59 @@ TABLE = [
         "already back",
     ),
     ("an exit code that means never", {"exit_codes": frozenset({143, 93})}, K.HOLD, "exit code 93"),
-    ("a job that may not be requeued", {"requeue_allowed": False}, K.HOLD, "--no-requeue"),
+    ("a job that may not be requeued", {"requeue_allowed": False}, K.RESUBMIT, "as a new job"),
+    (
+        "a node failure that Slurm requeued",
+        {"finding": finding(Symptom.NODE_FAIL, "node_fail"), "back_in_queue": True},
+        K.WAIT,
+        "by itself",
+    ),
+    (
+        "a preemption that Slurm requeued",
+        {"finding": finding(Symptom.PREEMPTED, "preempted"), "back_in_queue": True},
+        K.WAIT,
+        "by itself",
+    ),
+    (
+        "a crash that somebody requeued",
+        {"back_in_queue": True},
+        K.WAIT,
+        "already back",
+    ),
+    (
+        "a requeuehold",
+        {"finding": finding(Symptom.REQUEUED_ELSEWHERE), "back_in_queue": True, "held_by": "requeue"},
+        K.WAIT,
+        "scontrol release",
+    ),
+    (
+        "a launch failure that Slurm holds",
+        {"finding": finding(cause="launch_failed"), "back_in_queue": True, "held_by": "launch"},
+        K.REQUEUE,
+        "released",
+    ),
+    (
+        "an expedited job that crashed",
+        {"back_in_queue": True, "held_by": "crash"},
+        K.REQUEUE,
+        "released",
+    ),
+    (
+        "the third launch failure, before any checkpoint",
+        {
+            "finding": finding(cause="launch_failed"),
+            "checkpoint_step": None,
+            "earlier": [
+                incident(1, checkpoint=None, cause="launch_failed"),
+                incident(2, checkpoint=None, cause="launch_failed"),
+            ],
+        },
+        K.HOLD,
+        "3 times without any checkpoint",
+    ),
+    ("a run in the wrong directory", {"finding": finding(cause="bad_workdir")}, K.HOLD, "make the directory"),
+    ("a hidden failure", {"finding": finding(cause="hidden_failure")}, K.HOLD, "krea-runner stop"),
+    ("a job gone from the queue", {"finding": finding(cause="vanished")}, K.HOLD, "cancel"),
     ("observe mode", {"policy": Policy(mode="observe")}, K.WAIT, "would REQUEUE"),
     (
         "a person's scancel in observe mode",
@@ -160,7 +212,10 @@ cases = st.builds(
     exit_codes=st.frozensets(st.sampled_from([0, 1, 93, 137]), max_size=2),
     now=st.just(NOW),
     requeue_allowed=st.sampled_from([None, True, False]),
+    back_in_queue=st.booleans(),
+    held_by=st.sampled_from(["", "launch", "crash", "requeue"]),
 )
+RESTARTS = {K.REQUEUE, K.RESUBMIT}
 
 
 @given(cases)
@@ -168,12 +223,13 @@ def test_a_cancel_is_final_and_nothing_is_restarted_beyond_the_policy(case: Case
     decision = decide(case)
     if case.finding.symptom is Symptom.CANCELLED:
         assert decision.kind is K.STOP
-    if case.policy.mode == "observe" or case.requeue_allowed is False:
+    if case.policy.mode == "observe":
+        assert decision.kind not in RESTARTS
+    if case.requeue_allowed is False and not case.held_by:
         assert decision.kind is not K.REQUEUE
-    if decision.kind is K.REQUEUE and case.finding.symptom in {
-        Symptom.CRASH,
-        Symptom.HANG,
-        Symptom.NODE_FAIL,
-    }:
+    if case.back_in_queue:  # never two live attempts: what is back in the queue is not submitted beside itself
+        assert decision.kind is not K.RESUBMIT or case.held_by == ""
+        assert decision.kind is not K.REQUEUE or case.held_by in {"launch", "crash"}
+    if decision.kind in RESTARTS and case.finding.symptom in {Symptom.CRASH, Symptom.HANG, Symptom.NODE_FAIL}:
         assert case.policy.max_restarts > 0
-    assert decision.kind in {K.WAIT, K.REQUEUE, K.HOLD, K.STOP}
+    assert decision.kind in {K.WAIT, K.REQUEUE, K.RESUBMIT, K.HOLD, K.STOP}

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from krea_runner.errors import JobNotFound, SchedulerError, SchedulerOutputError, SchedulerUnavailable
+from krea_runner.errors import JobNotFound, RequeueDisabled, SchedulerError, SchedulerOutputError, SchedulerUnavailable
 from krea_runner.model import JobState
 from krea_runner.schedulers.slurm_cli import (
     SlurmCli,
     ask,
     cancel_argv,
     checked_id,
+    my_jobs_argv,
     requeue_argv,
     sacct_argv,
     sbatch_argv,
     squeue_argv,
     start_now_argv,
-    tagged_argv,
 )
 from tests.recordings import Recording, recording
 
@@ -173,13 +173,10 @@ def test_readers_are_asked_in_our_format_whatever_the_user_prefers(
     assert seen["SLURM_CONF"] == "/etc/slurm/slurm.conf"
 
 
-def test_job_is_found_by_its_tag(replay: Replay, tmp_path: Path) -> None:
-    tagged, jobs = recording("squeue-comments"), recording("squeue-jobs")
-    for suffix, text in ((".comments", tagged.stdout), (".jobs", jobs.stdout)):
-        (tmp_path / f"bin/squeue{suffix}").write_text(text)
-    command(tmp_path / "bin", "squeue", 'case "$*" in *Comment*) f=comments;; *) f=jobs;; esac; /bin/cat "$0.$f"')
+def test_job_is_found_by_its_tag(replay: Replay) -> None:
+    recorded = replay("squeue-mine", "squeue")
     found = SlurmCli().find_by_tag("krea_runner/0123456789abcdef")
-    assert [job.job_id for job in found] == [tagged.jobs["held"]]
+    assert [job.job_id for job in found] == [recorded.jobs["held"]]
     assert SlurmCli().find_by_tag("krea_runner/0123") == []
 
 
@@ -248,7 +245,7 @@ def test_without_sbatch_a_submission_is_refused_for_sure(replay: Replay) -> None
     [
         ("scontrol-requeue_unknown", JobNotFound, "squeue"),
         ("scontrol-requeue_pending", SchedulerError, "queue already"),
-        ("scontrol-requeue_disabled", SchedulerError, "requeue=1"),
+        ("scontrol-requeue_disabled", RequeueDisabled, "requeue=1"),
         ("scontrol-requeue_denied", SchedulerError, "owner"),
         ("scontrol-requeue_controller_down", SchedulerUnavailable, "ping"),
     ],
@@ -382,4 +379,4 @@ def test_recorded_command_lines_are_still_ours() -> None:
     for case, build in {"squeue-jobs": squeue_argv, "sacct-jobs": sacct_argv}.items():
         recorded = recording(case)
         assert recorded.argv == build(list(recorded.jobs.values()))
-    assert recording("squeue-comments").argv == tagged_argv()
+    assert recording("squeue-mine").argv == my_jobs_argv(everybody=False)

@@ -2,15 +2,16 @@
 
 import pytest
 
-from krea_runner.errors import JobNotFound, SchedulerError, SchedulerOutputError, SchedulerUnavailable
+from krea_runner.errors import JobNotFound, RequeueDisabled, SchedulerError, SchedulerOutputError, SchedulerUnavailable
 from krea_runner.model import JobRecord, JobState
 from krea_runner.schedulers.slurm_parse import (
+    REASON_END,
     ROW_END,
     answers,
     job_state,
-    parse_comments,
     parse_config,
     parse_sacct,
+    parse_sacct_starts,
     parse_squeue,
     parse_submitted,
     printable,
@@ -18,7 +19,7 @@ from krea_runner.schedulers.slurm_parse import (
 )
 from tests.recordings import FOLDER, recording
 
-VERSIONS = sorted(path.name for path in FOLDER.glob("slurm-*"))
+VERSIONS = sorted(path.parent.name for path in FOLDER.glob("slurm-*/squeue-jobs.json"))
 
 
 def played(version: str) -> dict[str, JobRecord]:
@@ -80,11 +81,11 @@ def test_whole_array_is_unknown_and_its_tasks_are_not(version) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_comments_keep_bars_and_line_breaks(version) -> None:
-    recorded = recording("squeue-comments", version)
-    comments = dict(parse_comments(recorded.stdout))
+    recorded = recording("squeue-mine", version)
+    comments = {job.job_id: job.comment for job in parse_squeue(recorded.stdout)}
     assert comments[recorded.jobs["held"]] == "krea_runner/0123456789abcdef"
     assert comments[recorded.jobs["no_requeue"]] == "bars | and\nline breaks"
-    assert comments[recorded.jobs["running"]] == "(null)"
+    assert comments[recorded.jobs["running"]] == ""
     assert recorded.jobs["het"] in comments
 
 
@@ -104,7 +105,7 @@ def test_no_output_is_no_jobs(version) -> None:
     assert parse_squeue("", "squeue: a plugin's greeting\n") == []
 
 
-GOOD = f"7|RUNNING|0|0|1796136529|1796136529|NONE|n1|n1|1|None{ROW_END}\n"
+GOOD = f"7|RUNNING|0|0|1796136529|1796136529|NONE|n1|n1|1|alice|None{REASON_END}(null){ROW_END}\n"
 
 
 @pytest.mark.parametrize(
@@ -114,11 +115,12 @@ GOOD = f"7|RUNNING|0|0|1796136529|1796136529|NONE|n1|n1|1|None{ROW_END}\n"
         GOOD[:-1],
         GOOD + GOOD[:20],
         "slurm_load_jobs: hello\n" + ROW_END + "\n",
+        GOOD.replace(REASON_END, ""),
         GOOD.replace("|n1|n1", ""),
         GOOD.replace("1796136529", "2026-12-01T14:00:00"),
         GOOD.replace("|0|0|", "|many|0|"),
     ],
-    ids=["no-end", "no-newline", "cut-row", "greeting", "two-fields-short", "local-time", "restart-count"],
+    ids=["no-end", "no-newline", "cut-row", "greeting", "no-reason", "two-fields-short", "local-time", "restart-count"],
 )
 def test_squeue_row_that_cannot_be_read_is_an_error_that_keeps_it(damaged) -> None:
     with pytest.raises(SchedulerOutputError) as caught:
@@ -130,6 +132,12 @@ def test_squeue_row_that_cannot_be_read_is_an_error_that_keeps_it(damaged) -> No
 def test_reason_may_hold_bars_and_line_breaks() -> None:
     text = GOOD.replace("|None", "|(a | b\nc)")
     assert parse_squeue(text + GOOD)[0].reason == "(a | b\nc)"
+
+
+def test_a_comment_may_hold_what_ends_a_row() -> None:
+    comment = f"a|b{REASON_END}c{ROW_END}\nd{ROW_END}"
+    first, second = parse_squeue(GOOD.replace("(null)", comment) + GOOD.replace("7|", "8|", 1))
+    assert (first.job_id, first.comment, second.job_id) == ("7", comment, "8")
 
 
 # ---------------------------------------------------------------------------------------------------------------- sacct
@@ -165,6 +173,13 @@ def test_job_that_only_accounting_calls_running_is_unknown() -> None:
 def test_job_that_lost_a_node_did_not_start_twice() -> None:
     rows = ["5|RESIZING|0:0|10|11|12|n[1-2]|None", "5|REQUEUED|0:0|10|12|13|n1|None", "5|FAILED|1:0|14|15|16|n1|None"]
     assert parse_sacct("\n".join(rows))[0].restart_count == 1
+
+
+def test_accounting_has_a_row_for_each_start_in_order() -> None:
+    recorded = recording("sacct-jobs")
+    starts = parse_sacct_starts(recorded.stdout)[recorded.jobs["restarted"]]
+    assert [start.restart_count for start in starts] == [0, 1, 2]
+    assert [start.state for start in starts] == [JobState.REQUEUED, JobState.REQUEUED, JobState.FAILED]
 
 
 def test_accounting_that_knows_none_is_empty() -> None:
@@ -225,7 +240,7 @@ def test_state_never_seen_before_is_kept_as_it_was() -> None:
         ("scontrol-requeue_controller_stopped", SchedulerUnavailable),
         ("scontrol-requeue_unknown", JobNotFound),
         ("scontrol-requeue_pending", SchedulerError),
-        ("scontrol-requeue_disabled", SchedulerError),
+        ("scontrol-requeue_disabled", RequeueDisabled),
         ("scontrol-requeue_denied", SchedulerError),
         ("scontrol-update_controller_down", SchedulerUnavailable),
         ("scontrol-update_controller_stopped", SchedulerUnavailable),

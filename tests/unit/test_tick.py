@@ -17,7 +17,9 @@ from krea_runner.supervise.tick import Supervisor, TickReport, look, tick
 
 from .conftest import FakeClock, make_config
 
-RUNNING = JobRecord("7", JobState.RUNNING, "RUNNING", "None", 0, nodelist="n[1-2]", requeue_allowed=True)
+RUNNING = JobRecord(
+    "7", JobState.RUNNING, "RUNNING", "None", 0, started_at=1_800_000_000.0, nodelist="n[1-2]", requeue_allowed=True
+)
 PENDING = JobRecord("7", JobState.PENDING, "PENDING", "Priority", 0)
 
 
@@ -35,14 +37,30 @@ class Says:
         self.error: SchedulerUnavailable | None = None
         self.asked: list[str] = []
         self.tagged: list[JobRecord] = []
+        self.accounting: list[JobRecord] = []
 
     def jobs(self, job_ids: Sequence[str]) -> dict[str, JobRecord]:
         if self.error is not None:
             raise self.error
         return {} if self.record is None else {self.record.job_id: self.record}
 
+    def my_jobs(self, known: Sequence[str]) -> dict[str, JobRecord]:
+        return self.jobs(known) | {job.job_id: job for job in self.tagged}
+
     def find_by_tag(self, tag: str) -> list[JobRecord]:
-        return self.tagged
+        return [job for job in self.my_jobs([]).values() if job.comment == tag]
+
+    def starts(self, job_id: str) -> list[JobRecord]:
+        return self.accounting
+
+    def submit(self, script: Path, *, tag: str) -> str:
+        self.asked.append(f"submit {tag}")
+        self.record = dataclasses.replace(RUNNING, job_id="8", comment=tag)
+        return "8"
+
+    def release(self, job_id: str) -> None:
+        self.asked.append("release")
+        self.record = dataclasses.replace(self.record, state=JobState.PENDING, raw_state="PENDING", reason="BeginTime")
 
     def requeue(self, job_id: str) -> None:
         self.asked.append("requeue")
@@ -251,7 +269,7 @@ def test_a_lost_submission_is_found_by_its_tag(desk: Desk, tmp_path: Path) -> No
     desk.history.set_run_state(desk.run_id, RunState.SUBMITTING, "", now=0)
     desk.history._update_run(desk.run_id, job_id=None)
     assert "looking for its tag" in desk.tick(None).blind
-    desk.says.tagged = [RUNNING]
+    desk.says.tagged = [dataclasses.replace(RUNNING, comment="t")]
     desk.tick()
     assert (desk.state, desk.history.run(desk.run_id).job_id) == (RunState.ACTIVE, "7")
 
@@ -309,3 +327,91 @@ def test_the_scheduler_is_asked_under_the_lease(desk: Desk) -> None:
     desk.says.jobs = lambda job_ids: (seen.append(desk.history.lease_holder(desk.run_id)), asked(job_ids))[1]
     desk.tick()
     assert seen == [desk.holder]
+
+
+# --------------------------------------------------------------------------------------- starts that end out of our sight
+
+
+def came_back(**more) -> JobRecord:
+    return dataclasses.replace(PENDING, restart_count=1, reason="BeginTime", started_at=2e9, **more)
+
+
+def test_a_node_failure_that_slurm_requeued_is_recorded_and_only_its_wait_is_lifted(desk: Desk) -> None:
+    desk.tick()
+    desk.says.accounting = [JobRecord("7", JobState.NODE_FAIL, "NODE_FAIL", nodelist="n[1-2]")]
+    desk.tick(came_back())
+    assert desk.says.asked == ["start_now"]
+    incident = desk.incident()
+    assert (incident.finding.symptom, incident.decision.kind) == (Symptom.NODE_FAIL, DecisionKind.WAIT)
+    first = desk.history.attempts(desk.run_id)[0]
+    assert (first.end_state, first.ended_by) == (JobState.NODE_FAIL, "slurm")
+
+
+def test_starts_that_came_and_went_between_two_ticks_are_all_on_record(desk: Desk) -> None:
+    desk.tick()
+    desk.tick(dataclasses.replace(RUNNING, restart_count=3))
+    assert [str(incident.attempt) for incident in desk.history.incidents()] == ["7.r0", "7.r1", "7.r2"]
+    assert [attempt.key.restart_count for attempt in desk.history.attempts(desk.run_id)] == [0, 1, 2, 3]
+    desk.tick()
+    assert (len(desk.history.incidents()), desk.says.asked) == (3, [])
+
+
+def test_a_job_that_slurm_holds_after_a_failed_launch_is_released(desk: Desk) -> None:
+    held = dataclasses.replace(came_back(), reason="launch failed requeued held", comment="t")
+    desk.tick(held)  # never seen before: its first start failed within a second
+    assert desk.says.asked == ["release", "start_now"]
+    assert desk.incident().finding.cause == "launch_failed"
+
+
+def test_a_job_that_slurm_has_forgotten_is_submitted_again_once_its_ranks_are_silent(desk: Desk) -> None:
+    desk.run_dir.script.write_text("#!/bin/sh\n")
+    desk.beat(70, flush=1)
+    desk.tick()
+    for step in range(71, 75):
+        desk.beat(step, flush=step)
+        assert "not known" in desk.tick(None).blind
+    for _ in range(8):
+        desk.tick(None)
+        if desk.says.asked:
+            break
+    (submitted,) = desk.says.asked
+    run = desk.history.run(desk.run_id)
+    assert submitted == f"submit {run.tag}"
+    assert (run.job_id, run.state, desk.incident().decision.kind) == ("8", RunState.ACTIVE, DecisionKind.RESUBMIT)
+    desk.tick()
+    assert [str(attempt.key) for attempt in desk.history.attempts(desk.run_id)] == ["7.r0", "8.r0"]
+    assert len(desk.history.incidents()) == 1
+
+
+def test_an_id_that_was_given_to_another_job_is_not_taken_for_ours(desk: Desk) -> None:
+    desk.run_dir.script.write_text("#!/bin/sh\n")
+    desk.tick(dataclasses.replace(RUNNING, submitted_at=1_800_000_000.0, comment="t"))
+    other = dataclasses.replace(ended(JobState.CANCELLED), submitted_at=1_800_050_000.0, comment="another's")
+    assert "not known" in desk.tick(other).blind
+    assert desk.state is RunState.ACTIVE
+
+
+def test_a_second_job_of_a_run_is_cancelled(desk: Desk) -> None:
+    tag = "krea_runner/abc"
+    desk.history._update_run(desk.run_id, tag=f"{tag}.2")
+    desk.says.tagged = [dataclasses.replace(PENDING, job_id="6", comment=tag)]
+    desk.says.cancel = lambda job_id: desk.says.asked.append(f"cancel {job_id}")
+    report = desk.tick(dataclasses.replace(RUNNING, comment=f"{tag}.2"))
+    assert desk.says.asked == ["cancel 6"]
+    assert any("second job of this run" in line.text for line in report.lines)
+
+
+def test_a_job_that_vanished_from_the_queue_is_held_for_a_person(desk: Desk) -> None:
+    desk.tick(PENDING)
+    desk.tick(None)
+    assert (desk.state, desk.says.asked, desk.incident().finding.cause) == (RunState.HELD, [], "vanished")
+
+
+def test_accounting_that_does_not_answer_delays_nothing(desk: Desk) -> None:
+    def away(job_id: str) -> list[JobRecord]:
+        raise SchedulerUnavailable("slurmdbd is away")
+
+    desk.says.starts = away
+    desk.tick()
+    desk.tick(ended(JobState.FAILED, exit_code=7))
+    assert desk.says.asked == ["requeue", "start_now"]
