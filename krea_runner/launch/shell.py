@@ -48,7 +48,8 @@ class Redirect:
 @dataclass(frozen=True, slots=True)
 class Command:
     """`kind` is `simple`, or the word that begins the compound: `(`, `{`, `if`, `for`, `while`, `until`, `case`, `select`,
-    `function`, `((`, `[[`. `words` of a simple command have no assignments; of a function its name."""
+    `function`, `coproc`, `((`, `[[`. `words` of a simple command have no assignments; of a function its name; of `((` and `[[`
+    all that is in them as one word."""
 
     kind: str
     line: int
@@ -367,9 +368,8 @@ class _Reader:
             self.blanks()
             if self.take("&"):
                 statement = Statement(statement.pipelines, statement.operators, background=True)
-            elif not self.take(";") and self.at < len(self.text) and not self.looking_at("\n"):
-                if self.operator() not in {")", ";;", ";&", ";;&"}:
-                    raise self.error(f"unexpected {self.operator() or self.peek_word()!r}")
+            elif not self.take(";") and self.at < len(self.text) and self.text[self.at] not in "\n);":
+                raise self.error(f"unexpected {self.operator() or self.peek_word()!r}")
             found.append(statement)
 
     def _statement(self) -> Statement:
@@ -402,7 +402,7 @@ class _Reader:
             begin = self.at
             self.at += 2
             if self._arithmetic():
-                return self._ended(Command("((", line))
+                return self._ended(Command("((", line, (self._raw(begin, line),)))
             self.at = begin
         if self.take("("):
             body = self.sequence()
@@ -464,7 +464,9 @@ class _Reader:
         while redirect := self._redirect():
             redirects.append(redirect)
             self.blanks()
-        return Command(command.kind, command.line, command.words, (), tuple(redirects), command.condition, command.bodies)
+        return Command(
+            command.kind, command.line, command.words, (), tuple(redirects), command.condition, command.bodies
+        )
 
     def _function_body(self, name: Word, line: int) -> Command:
         self.newlines()
@@ -547,14 +549,19 @@ class _Reader:
             if not self.take(";;", ";&", ";;&") and self.peek_word() != "esac":
                 raise self.error("case without its esac")
 
+    def _raw(self, begin: int, line: int) -> Word:
+        text = self.text[begin : self.at]
+        return Word(text, text, line, expands=True)
+
     def _test(self, line: int) -> Command:
+        begin = self.at
         while True:
             self.newlines()
             if self.at >= len(self.text):
                 raise self.error("[[ without its ]]")
             if self.peek_word() == "]]":
                 self.word()
-                return Command("[[", line)
+                return Command("[[", line, (self._raw(begin, line),))
             if self.text[self.at] in _META:
                 self.at += 1
             else:
