@@ -189,8 +189,8 @@ def _set_in_script(job: Job, name: str) -> str | None:
 # Seen to reach the job of an `sbatch` that is called inside a job (22.05.8); sbatch sets the other SLURM_* afresh.
 LEAKS = (
     "SLURM_CPU_BIND", "SLURM_MEM_BIND", "SLURM_ARRAY_", "SLURM_CPUS_PER_TASK", "SLURM_DISTRIBUTION", "SLURM_NTASKS",
-    "SLURM_NPROCS",    "SLURM_STEP", "SLURM_GPU", "SLURM_TRES", "SLURM_HINT", "SLURM_EXPORT_ENV", "SLURM_THREADS_PER_CORE", "SLURM_MEM_PER_",
-    "SLURM_KILL_BAD_EXIT", "SRUN_", "SBATCH_", "PMI_", "PMIX_",
+    "SLURM_NPROCS", "SLURM_STEP", "SLURM_GPU", "SLURM_TRES", "SLURM_HINT", "SLURM_EXPORT_ENV", "SLURM_THREADS_PER_CORE",
+    "SLURM_MEM_PER_", "SLURM_KILL_BAD_EXIT", "SRUN_", "PMI_", "PMIX_",
 )  # fmt: skip
 _SUBMIT = {"sbatch", "salloc"}
 
