@@ -205,7 +205,7 @@ def test_outside_of_a_job_a_checkpoint_is_nothing(folder: Path, monkeypatch) -> 
 def test_the_end_saves_the_state_once_and_requeues_nothing(folder: Path, monkeypatch) -> None:
     called = []
     monkeypatch.setattr("subprocess.check_call", lambda *words, **_: called.append(words))
-    monkeypatch.setattr("time.sleep", lambda seconds: called.append(seconds))
+    monkeypatch.setattr("time.sleep", called.append)
     counter = Counter()
     counter(3)
     handler = submitit_entry._Ending(KreaJobEnvironment(), JobPaths(folder, "12", 0), DelayedSubmission(counter, 1))
