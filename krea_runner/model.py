@@ -186,6 +186,8 @@ class RunConfig:
     budgets: Budgets = field(default_factory=Budgets)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     policy: Policy = field(default_factory=Policy)
+    job_log: Path | None = None
+    """Of an adopted job, its own log: it has no batch script of ours, so no events and no heartbeats."""
 
 
 # ------------------------------------------------------------------------------------------------ runs and attempts

@@ -25,23 +25,40 @@ _ENV_READ_ONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLO
 def load_run(path: Path) -> RunConfig:
     """Raises: ConfigError with all `problems`."""
     source = _read(path)
+    return check_run(_parse(source, path), path.absolute().parent, what=str(path), lines=key_lines(source))
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """The tables of a file as they stand there, unchecked. Raises: ConfigError."""
+    return _parse(_read(path), path)
+
+
+def check_run(
+    document: dict[str, Any], base: Path, *, what: str, lines: dict[tuple[str, ...], int] | None = None
+) -> RunConfig:
+    """The tables of a run.toml, from wherever they come; paths are relative to `base`, `what` names them in messages.
+
+    Raises: ConfigError with all `problems`.
+    """
+    checker = _Checker(lines or {})
+    values = checker.check(document)
+    checker.check_places(values, base)
+    if checker.problems:
+        ordered = [text for _, text in sorted(checker.problems, key=lambda problem: problem[0])]
+        count = f"{len(ordered)} problem" + ("s" if len(ordered) > 1 else "")
+        raise ConfigError(f"{what} has {count}", problems=ordered, hint="all keys: docs/reference/run-toml.md")
+    return _build(values, base)
+
+
+def _parse(source: str, path: Path) -> dict[str, Any]:
     try:
-        document = tomllib.loads(source)
+        return tomllib.loads(source)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
             f"{path} is not TOML: {error}", hint="strings stand in quotes, tables in [brackets]"
         ) from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets thousands deep
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    checker = _Checker(key_lines(source))
-    values = checker.check(document)
-    base = path.absolute().parent
-    checker.check_places(values, base)
-    if checker.problems:
-        ordered = [text for _, text in sorted(checker.problems, key=lambda problem: problem[0])]
-        count = f"{len(ordered)} problem" + ("s" if len(ordered) > 1 else "")
-        raise ConfigError(f"{path} has {count}", problems=ordered, hint="all keys: docs/reference/run-toml.md")
-    return _build(values, base)
 
 
 def slug_of(name: str) -> str:

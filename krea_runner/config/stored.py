@@ -34,6 +34,7 @@ def config_from_json(text: str) -> RunConfig:
     plain |= {
         "run_dir": Path(plain["run_dir"]),
         "workdir": Path(plain["workdir"]),
+        "job_log": Path(plain["job_log"]) if plain.get("job_log") else None,
         "command": command if isinstance(command, str) else tuple(command),
         "env": MappingProxyType(plain["env"]),
         "slurm": MappingProxyType(slurm),

@@ -79,6 +79,9 @@ def judge_hang(snapshot: Snapshot) -> HangJudgement:
 
 
 def _no_heartbeat(snapshot: Snapshot, running_s: float) -> HangJudgement:
+    if snapshot.run.config.job_log is not None and snapshot.watch is not None:
+        silent_s = snapshot.mono - snapshot.watch.log_moved_mono
+        return HangJudgement(f"adopted, no heartbeats: hangs cannot be seen; its log is silent for {silent_s:.0f} s")
     if running_s < snapshot.run.config.budgets.startup_s:
         return HangJudgement("starting: no heartbeat yet")
     return HangJudgement(

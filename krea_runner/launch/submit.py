@@ -13,7 +13,9 @@ from krea_runner.rundir import RunDir
 from krea_runner.schedulers import Scheduler
 
 
-def submit(config: RunConfig, source: Path, *, history: History, scheduler: Scheduler, user: str, clock: Clock) -> Run:
+def submit(
+    config: RunConfig, source: Path | bytes, *, history: History, scheduler: Scheduler, user: str, clock: Clock
+) -> Run:
     """Record the intent, prepare the directory, queue the job, record its id.
 
     Raises: HistoryError when the directory has a live run; SchedulerUnavailable when no answer came: the run stays
@@ -36,8 +38,9 @@ def submit(config: RunConfig, source: Path, *, history: History, scheduler: Sche
     return history.run(run.run_id)
 
 
-def prepare(config: RunConfig, source: Path) -> Path:
-    """Make the run directory with a copy of `source` (the run.toml) and the batch script; returns the script's path.
+def prepare(config: RunConfig, source: Path | bytes) -> Path:
+    """Make the run directory with a copy of `source` (the run.toml, or its text) and the batch script; returns the script's
+    path.
 
     logs/ must exist before the job starts: Slurm fails a job whose output it cannot open (FAILED 0:53, 22.05.8).
     Raises: KreaRunnerError; ConfigError.
@@ -47,7 +50,9 @@ def prepare(config: RunConfig, source: Path) -> Path:
     try:
         for folder in (run_dir.root, run_dir.logs, run_dir.events):
             folder.mkdir(parents=True, exist_ok=True)
-        if source.absolute() != run_dir.config:
+        if isinstance(source, bytes):
+            _write(run_dir.config, source)
+        elif source.absolute() != run_dir.config:
             _write(run_dir.config, source.read_bytes())
         _write(run_dir.script, script.encode())
     except OSError as error:

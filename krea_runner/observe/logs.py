@@ -26,8 +26,10 @@ def attempt_marker(attempt: AttemptKey) -> str:
     return f"{_MARKER}{attempt} "
 
 
-def read_logs(run_dir: RunDir, attempt: AttemptKey) -> LogReading:
-    """A log that is not there yet has size 0: nobody has written."""
+def read_logs(run_dir: RunDir, attempt: AttemptKey, job_log: Path | None = None) -> LogReading:
+    """A log that is not there yet has size 0: nobody has written. `job_log`: the only log, of an adopted job."""
+    if job_log is not None:
+        return _read_job_log(job_log, attempt)
     batch = run_dir.batch_log(attempt.job_id)
     try:
         size = sum(entry.stat().st_size for entry in _files(run_dir.attempt_logs(attempt)))
@@ -35,6 +37,18 @@ def read_logs(run_dir: RunDir, attempt: AttemptKey) -> LogReading:
     except OSError as error:
         return LogReading(problems=(f"could not read the logs of {attempt}: {error.strerror} ({error.filename!r})",))
     return LogReading(size_bytes=size + batch_size, tail=printable(_part_of(attempt, tail)))
+
+
+def _read_job_log(path: Path, attempt: AttemptKey) -> LogReading:
+    """Without our script nothing marks where an attempt begins: a later one's tail may hold what killed an earlier one, so it
+    is left out rather than blamed on the wrong rank."""
+    if path == Path(os.devnull):
+        return LogReading()
+    try:
+        size, tail = _tail(path)
+    except OSError as error:
+        return LogReading(problems=(f"could not read {path}: {error.strerror}",))
+    return LogReading(size_bytes=size, tail="" if attempt.restart_count else printable(tail))
 
 
 def read_script_end(run_dir: RunDir, attempt: AttemptKey) -> ScriptEnd | None:

@@ -20,7 +20,7 @@ def observe(run: Run, job: JobRecord | None, attempt: Attempt | None, memory: Wa
         return Snapshot(run=run, wall_at=wall, mono=mono, job=job, checkpoints=checkpoints)
     run_dir = RunDir(run.config.run_dir)
     heartbeats = read_heartbeats(run_dir.heartbeats(attempt.key), str(attempt.key))
-    log = read_logs(run_dir, attempt.key)
+    log = read_logs(run_dir, attempt.key, run.config.job_log)
     return Snapshot(
         run=run,
         wall_at=wall,

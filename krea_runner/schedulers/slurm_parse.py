@@ -29,10 +29,10 @@ def parse_squeue(stdout: str, stderr: str = "") -> list[JobRecord]:
     """
     *rows, rest = stdout.split(f"{ROW_END}\n")
     if rest:
-        raise _unreadable("squeue", rest)
+        raise unreadable("squeue", rest)
     if not rows and ": error:" in stderr:
         # 22.05.8: `Invalid job format specification` comes with exit code 0. Not "no jobs".
-        raise _unreadable("squeue", stderr)
+        raise unreadable("squeue", stderr)
     whole: list[str] = []
     for row in rows:
         if whole and not re.match(r"\d[\d_+]*\|", row):  # the end of a row can stand inside a comment, too
@@ -69,7 +69,7 @@ def _job(row: str) -> JobRecord:
             comment=_text(comment),
         )
     except ValueError as error:
-        raise _unreadable("squeue", row) from error
+        raise unreadable("squeue", row) from error
 
 
 # ------------------------------------------------------------------------------------------------------------- sacct
@@ -89,7 +89,7 @@ def parse_sacct_starts(stdout: str) -> dict[str, list[JobRecord]]:
     for line in stdout.splitlines():
         values = line.split("|", len(SACCT_FIELDS) - 1)
         if len(values) != len(SACCT_FIELDS):
-            raise _unreadable("sacct", line)
+            raise unreadable("sacct", line)
         record = _accounted(line, values)
         known = starts.setdefault(record.job_id, [])
         if known and known[-1].state is JobState.RESIZING:
@@ -130,7 +130,7 @@ def _accounted(line: str, values: list[str]) -> JobRecord:
             nodelist=_text(nodelist),
         )
     except ValueError as error:
-        raise _unreadable("sacct", line) from error
+        raise unreadable("sacct", line) from error
 
 
 # --------------------------------------------------------------------------------------------------- shared by the two
@@ -178,7 +178,7 @@ def _text(text: str) -> str:
     return "" if text in _NOTHING else text
 
 
-def _unreadable(command: str, text: str) -> SchedulerOutputError:
+def unreadable(command: str, text: str) -> SchedulerOutputError:
     return SchedulerOutputError(f"reading {command}: not what was asked for: {printable(text, 200)!r}", line=text)
 
 
@@ -193,7 +193,7 @@ def parse_submitted(stdout: str) -> str:
     for line in reversed(stdout.splitlines()):
         if match := re.fullmatch(r"(\d+)(;\S+)?", line.strip()):
             return match[1]
-    raise _unreadable("sbatch", stdout)
+    raise unreadable("sbatch", stdout)
 
 
 def parse_config(stdout: str) -> Mapping[str, str]:

@@ -182,6 +182,8 @@ _REQUEUE_STEPS: dict[ActionStage, _Step] = {
 def _start_was_refused(work: Work, job: JobRecord) -> bool:
     """FAILED 1:0 without the script having said a word (22.05.8: "Killing non-startable batch JobId")."""
     attempt = AttemptKey(job.job_id, job.restart_count)
+    if work.run.config.job_log is not None:  # an adopted job's script says nothing: the next tick takes it for a crash
+        return False
     never_began = not RunDir(work.run.config.run_dir).script_events(attempt).exists()
     return job.restart_count > work.action.restart_count and never_began
 

@@ -58,7 +58,7 @@ def test_commands_exist_with_their_options(path: Path) -> None:
 
 def test_every_verb_has_help_with_an_example() -> None:
     verbs = re.findall(r"^\s{2}([a-z]+)\s{2,}", help_of().split("Commands:")[-1], re.MULTILINE)
-    assert {"submit", "supervise", "status", "history", "stop", "resume", "doctor", "demo"} <= set(verbs)
+    assert {"submit", "adopt", "supervise", "status", "history", "stop", "resume", "doctor", "demo"} <= set(verbs)
     for verb in verbs:
         assert f"Example: krea-runner {verb}" in help_of(verb)
 
@@ -85,6 +85,16 @@ def textwrap_dedent(text: str) -> str:
 def test_the_example_is_valid() -> None:
     config = load_run(ROOT / "docs" / "examples" / "ddp_run.toml")
     assert config.gang.world_size == 8
+
+
+def test_the_python_function_of_the_how_to_runs(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "how-to" / "python-functions.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "train.py").write_text(code)
+    env = {**os.environ, "KREA_RUNNER_STATE_DIR": str(tmp_path / "state")}
+    argv = [sys.executable, "train.py"]
+    done = subprocess.run(argv, capture_output=True, text=True, env=env, cwd=tmp_path, check=False, timeout=90)
+    assert done.stdout == "1 [1000, 1000, 1000, 1000]\n", done.stderr
 
 
 @pytest.mark.timeout(300)
