@@ -32,7 +32,7 @@ def main() -> None:
 def _app() -> "typer.Typer":  # Typer is loaded here, not at the top
     import typer
 
-    from krea_runner.cli import demo, doctor, history, resume, status, stop, submit, supervise
+    from krea_runner.cli import demo, diagnose, doctor, history, resume, status, stop, submit, supervise
 
     app = typer.Typer(
         name="krea-runner",
@@ -68,6 +68,7 @@ def _app() -> "typer.Typer":  # Typer is loaded here, not at the top
 
     for verb in (
         submit.submit, supervise.supervise, status.status, history.history, stop.stop, resume.resume, doctor.doctor, demo.demo,
+        diagnose.diagnose,
     ):  # fmt: skip
         app.command()(verb)
     return app
