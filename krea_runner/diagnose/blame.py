@@ -104,7 +104,8 @@ def _from_kernel(named: Named, facts: list, ranks: set[int], story: Story, layou
 def _from_table(story: Story, layout: Layout) -> set[int]:
     """Lines without a rank (before init_process_group, torch <= 2.2) are attributed by the table of the agent that failed."""
     wanted = _CODES.get(story.cause)
-    rows: list[TableRow] = [row for row in story.table if row.code != -15]
+    explained = {event.rank for event in story.fallout if event.role in {"network", "timeout", "stuck"}}
+    rows: list[TableRow] = [row for row in story.table if row.code != -15 and row.rank not in explained]
     nodes = {event.node for event in story.events if event.node}
     if nodes:
         rows = [row for row in rows if row.node in nodes]

@@ -210,6 +210,8 @@ def _tasks(text: str) -> Iterator[int]:
 
 def learn(event: Event, layout: Layout) -> None:
     """What NCCL prints at start-up tells the layout."""
+    if event.pid is not None and event.device is not None and event.node and event.role != "kernel":
+        layout.first_pids.setdefault(event.node, set()).add(event.pid - event.device)
     if event.signature.name == "nccl-address" and event.node:
         layout.addresses.setdefault(event.groups["ip"], event.node)
     if event.signature.name == "nccl-rank" and event.device is not None:

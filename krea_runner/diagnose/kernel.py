@@ -57,7 +57,7 @@ def _fact(event: Event, log: Log, layout: Layout, catalog: Catalog, named: str) 
         cause, weak = catalog.xids[number][0], number in WEAK_XIDS
     pci = event.groups.get("pci", "") or named
     node = event.node or log.node
-    rank = layout.pid_ranks.get((node, event.pid or -1), layout.pid_ranks.get(("", event.pid or -1)))
+    rank = layout.rank_of_pid(node, event.pid)
     device = layout.device_of_pci(pci) if pci else None
     if device is None and rank is not None and cause != "host_oom":
         device = layout.gpu_of(rank)

@@ -20,6 +20,8 @@ class Layout:
     rank_nodes: dict[int, str] = field(default_factory=dict)
     pid_ranks: dict[tuple[str, int], int] = field(default_factory=dict)
     """(node or "", pid) → rank."""
+    first_pids: dict[str, set[int]] = field(default_factory=dict)
+    """Node → pid minus CUDA device, of every process seen: one value if the launcher started them in a row."""
     bus_devices: dict[str, int] = field(default_factory=dict)
     """PCI bus and device ("9d00") → CUDA device: the same on all nodes of one kind."""
 
@@ -38,9 +40,18 @@ class Layout:
         return sorted(rank for rank, where in self.rank_nodes.items() if where == node)
 
     def rank_at(self, node: str, device: int | None) -> int | None:
-        if device is None or node not in self.nodes or not self.gpus_per_node or device >= self.gpus_per_node:
+        if device is None or device < 0 or node not in self.nodes or not self.gpus_per_node or device >= self.gpus_per_node:
             return None
         return self.nodes.index(node) * self.gpus_per_node + device
+
+    def rank_of_pid(self, node: str, pid: int | None) -> int | None:
+        if pid is None:
+            return None
+        known = self.pid_ranks.get((node, pid), self.pid_ranks.get(("", pid)))
+        bases = self.first_pids.get(node, set())
+        if known is None and len(bases) == 1:
+            return self.rank_at(node, pid - next(iter(bases)))
+        return known
 
     def gpu_of(self, rank: int) -> int | None:
         return rank % self.gpus_per_node if self.gpus_per_node else None

@@ -16,6 +16,7 @@ from krea_runner.diagnose.signatures import Catalog
 from krea_runner.diagnose.timeouts import Blame, analyse
 
 FAILING = ("root", "exception", "signal", "fabric", "network", "stuck", "timeout", "exit", "scheduler")
+SAME_MOMENT_S = 5.0  # the kernel log has whole seconds, and another clock
 SURVIVED_BY = 3  # lines of progress after an event: the run went on
 USER_FAULTS = frozenset(
     "user_exception launch_config_error cuda_oom numeric_divergence collective_desync storage_full checkpoint_corrupt "
@@ -167,7 +168,7 @@ def _find_ranks(events: list[Event], layout: Layout) -> None:
     """Second look, now that tables and NCCL lines of the whole log are known."""
     for event in events:
         if event.rank is None and event.pid is not None:
-            event.rank = layout.pid_ranks.get((event.node, event.pid), layout.pid_ranks.get(("", event.pid)))
+            event.rank = layout.rank_of_pid(event.node, event.pid)
         if event.rank is None and "pid" in event.groups:
             event.rank = layout.pid_ranks.get(("", int(event.groups["pid"])))
         if not event.node and event.rank is not None:
@@ -247,7 +248,7 @@ def _kernel_word(
     visible = faults or [e for e in everything if e.role not in {"exit", "scheduler"}] or everything
     on_node = [event for event in visible if event.node == fact.node]
     log_first = (on_node if faults and on_node else visible)[0]
-    first = fact.event if fact.event.at is not None and fact.event.order < log_first.order else log_first
+    first = fact.event if fact.event.at is not None and fact.event.order[0] < log_first.order[0] - SAME_MOMENT_S else log_first
     mine = [f.event for f in strong or kernel if f.cause == fact.cause and f.node == fact.node]
     support = [event for event in on_node if event.role in {"root", "exception", "stuck"}]
     return Story(fact.cause, first, [*mine, *support], why=f"the kernel log of {fact.node or 'the node'} names it")

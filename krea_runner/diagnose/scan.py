@@ -28,13 +28,13 @@ class Search:
         hits.sort()
         start, end, found = -1, -1, list[int]()
         for position, literal in hits:
-            if position < end:
+            if position <= end:  # equal: the literal ends with the newline
                 if literal not in found:
                     found.append(literal)
                 continue
             if found:
                 yield start, end, found
-            start = block.rfind(b"\n", 0, position) + 1
+            start = block.rfind(b"\n", 0, position) + 1  # position is the literal's last byte
             end = block.find(b"\n", position)
             if end < 0:
                 end = len(block)
