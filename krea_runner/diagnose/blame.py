@@ -28,14 +28,16 @@ class Named:
 def suspects(story: Story, layout: Layout, logs: list[Log], spoke: set[int]) -> Suspects:
     """`spoke` are the labels seen in the log, for causes where silence is the evidence. May change `story.cause`: a missing
     file on one node only is that node's mount."""
-    named = _named(story, layout, spoke)
+    named = _named(story, layout, logs, spoke)
     named.nodes.discard("")
     reasons = [Suspect("node", node, named.reason) for node in sorted(named.nodes)]
     reasons += [Suspect("rank", str(rank), named.reason) for rank in sorted(named.ranks)[:8]]
     return Suspects(tuple(sorted(named.nodes)), tuple(sorted(named.ranks)), tuple(sorted(named.gpus)), tuple(reasons))
 
 
-def _named(story: Story, layout: Layout, spoke: set[int]) -> Named:
+def _named(story: Story, layout: Layout, logs: list[Log], spoke: set[int]) -> Named:
+    if story.cause == "silent_data_corruption":
+        return _wrong_gpu(story, layout, logs)
     if story.cause in {"fabric_link_error", "nccl_network_error"} and not _by_kernel(story):
         return _endpoints(story, layout)
     if story.cause == "rendezvous_failure":
@@ -51,6 +53,18 @@ def _named(story: Story, layout: Layout, spoke: set[int]) -> Named:
     if story.cause.startswith("slurm_") or story.cause in {"healthy_running", "completed", "unknown_failure", "launch_config_error"}:
         return Named()
     return _reporters(story, layout)
+
+
+def _wrong_gpu(story: Story, layout: Layout, logs: list[Log]) -> Named:
+    """A result that another GPU cannot reproduce accuses the GPU of the attempt before; the reporter ran the check."""
+    ranks = {event.rank for event in story.events if event.rank is not None}
+    told = [e for log in logs for e in log.events if e.signature.name.startswith("megatron-") and "node" in e.groups and e.rank in ranks]
+    persistent = any("persistent" in e.message or "different GPU" in e.message for e in story.events)
+    if persistent and told:
+        told = [event for event in told if event.groups["node"] == told[0].groups["node"]]
+    nodes = {layout.short(e.groups["node"]) or e.groups["node"] for e in told} or {layout.node_of(rank) for rank in ranks}
+    gpus = {f"{node}:{e.groups['gpu']}" for e in told for node in nodes}
+    return Named(nodes, ranks, gpus, "its GPU gave the result that could not be reproduced")
 
 
 def _by_kernel(story: Story) -> bool:
@@ -93,7 +107,7 @@ def _reporters(story: Story, layout: Layout) -> Named:
 def _from_kernel(named: Named, facts: list, ranks: set[int], story: Story, layout: Layout) -> None:  # type: ignore[type-arg]
     node = facts[0].node
     named.reason = f"its kernel log: {facts[0].event.message[:90]}"
-    if node:
+    if node and story.cause in _NODE_OF_RANK | {"fabric_link_error"}:
         named.nodes.add(node)
     reported = {rank for rank in ranks if layout.node_of(rank) == node}
     own = {fact.rank for fact in facts if fact.rank is not None}
@@ -159,6 +173,8 @@ def _endpoints(story: Story, layout: Layout) -> Named:
             reporters.setdefault(event.node, set()).add(event.rank)
         if event.node or peer:
             pairs.append((event.node, peer))
+    if story.first is not None and story.first.signature.blame == "ofi":
+        return _ofi(story, layout, reporters)
     if local:
         return Named({event.node for event in story.events[:1]}, story.events[0].all_ranks, reason="its own adapter reports the error")
     ends = Counter(end for pair in set(pairs) for end in set(pair) if end)
@@ -176,6 +192,15 @@ def _endpoints(story: Story, layout: Layout) -> Named:
         ranks = {e.rank for e in story.fallout + story.events if e.node == node and e.rank is not None and "peer" in e.groups}
         return Named({node}, ranks or _same_rail(node, reporters, layout), reason="the end that all reports have in common")
     return Named({n for n, _ in top}, _flat(reporters), reason="one end of the only pair that reports; either may be bad")
+
+
+def _ofi(story: Story, layout: Layout, reporters: dict[str, set[int]]) -> Named:
+    """libfabric does not name the peer. Senders that get no answer accuse the one node that reports nothing."""
+    quiet = [node for node in layout.nodes if node not in reporters]
+    sending = all("SEND" in e.message or "unresponsive" in e.message.lower() for e in story.events if e.signature.blame == "ofi")
+    if sending and len(quiet) == 1:
+        return Named(set(quiet), _same_rail(quiet[0], reporters, layout), reason="the receiver that did not answer")
+    return Named(set(reporters), _flat(reporters), reason="reports the transport error")
 
 
 def _broken_socket(story: Story, peers: set[str], sources: set[str], silent: set[str], reporters: dict[str, set[int]]) -> Named:
@@ -204,7 +229,8 @@ def _absent(story: Story, layout: Layout, spoke: set[int]) -> Named:
     if story.first is None or story.first.signature.blame == "none" or len(layout.nodes) < 2:
         return Named()
     if story.first.signature.blame == "rank0":
-        return Named()
+        rank = 0 if "victim" in story.first.groups or story.first.rank is None else story.first.rank
+        return Named({layout.node_of(rank)}, {rank}, reason="the others could not reach its store")
     seen = {layout.node_of(label) for label in spoke} if layout.launcher == "srun" else {
         layout.nodes[label] for label in spoke if label < len(layout.nodes)
     }  # fmt: skip

@@ -18,6 +18,11 @@ _PROGRESS = re.compile(
     r"\b(?:step|iteration|iter|it|global_step)\b[ =:#]{0,12}\d+|\d{1,3}%\||\{'loss': |completed step: \d"
     r"|\b[Ee]poch\b.{0,40}\bloss\b|\bloss[ =:]+\d.{0,80}(?:it/s|s/it|tok/s|samples/s)|saved checkpoint"
 )
+TRACEBACKS = 200  # of one log, followed line by line
+_MARGIN = re.compile(rb" {0,6}(?:\d{1,6}: )?(?:\[rank\d+\]: )?")
+_NAMED = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w+(?:: |$)(?P<message>.*)")
+_USUAL = re.compile(r"[\w.]+(?:Error|Exception|Abort|Interrupt|Exit|Failure|Timeout|NotFound|Exceeded)\b")
+_LOCAL_GID = re.compile(r"local ?G[iI][dD] (?!index)([0-9a-f:.]+)")
 _TASKS = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -92,7 +97,7 @@ def read_log(name: str, number: int, catalog: Catalog, layout: Layout, *, node: 
 class _Reader:
     def __init__(self, catalog: Catalog, layout: Layout, log: Log, number: int) -> None:
         self.catalog, self.layout, self.log, self.number = catalog, layout, log, number
-        self.year, self.carried = 1970, 0.0
+        self.year, self.carried, self.followed = 1970, 0.0, 0
         self.kept: dict[tuple[str, object, str], Event] = {}
         self.counts: dict[tuple[str, object], int] = {}
 
@@ -125,7 +130,31 @@ class _Reader:
             return
         if line.at is not None:
             self.carried = line.at
+        if found[0].name == "traceback":
+            if self.followed < TRACEBACKS:
+                self.followed += 1
+                self._follow(data, end, number)
+            return
         self._keep(found[0], found[1], line, number)
+
+    def _follow(self, data: bytes, end: int, number: int) -> None:
+        """From a traceback's first line to the exception, where its name has none of the usual endings."""
+        begin = data.rfind(b"\n", 0, end) + 1
+        margin = _MARGIN.match(data, begin, end)
+        prefix = margin[0] if margin else b""
+        for raw in data[end + 1 : end + 16384].split(b"\n"):
+            number += 1
+            if not raw.startswith(prefix):
+                continue
+            rest = raw[len(prefix) :]
+            if rest[:1] in {b" ", b"\t", b""} or rest[:1] == b"+":
+                continue
+            line = read_line(raw, self.year)
+            found = _NAMED.match(line.message)
+            if found and not _USUAL.match(line.message):
+                signature = self.catalog.signatures[-1]
+                self._keep(signature, found, line, number)
+            return
 
     def _keep(self, signature: Signature, found: re.Match[str], line: LogLine, number: int) -> None:
         groups = {key: value for key, value in found.groupdict().items() if value is not None}
@@ -180,8 +209,8 @@ def locate(event: Event, line: LogLine, layout: Layout, log: Log) -> None:
         if layout.launcher == "srun":
             event.ranks = tuple(_tasks(groups["tasks"]))
         return
-    if event.rank is None and "rank" in groups:
-        event.rank = int(groups["rank"])
+    if event.rank is None and ("rank" in groups or "rank2" in groups):
+        event.rank = int(groups.get("rank") or groups["rank2"])
     if event.rank is None and line.label is not None and layout.launcher != "torchrun" and (layout.launcher or line.label):
         event.rank = line.label
     if event.rank is None and line.pid is not None:
@@ -212,6 +241,8 @@ def learn(event: Event, layout: Layout) -> None:
     """What NCCL prints at start-up tells the layout."""
     if event.pid is not None and event.device is not None and event.node and event.role != "kernel":
         layout.first_pids.setdefault(event.node, set()).add(event.pid - event.device)
+    if event.role == "fabric" and event.node and (gid := _LOCAL_GID.search(event.text)):
+        layout.addresses.setdefault(gid[1].removeprefix("::ffff:"), event.node)
     if event.signature.name == "nccl-address" and event.node:
         layout.addresses.setdefault(event.groups["ip"], event.node)
     if event.signature.name == "nccl-rank" and event.device is not None:

@@ -65,6 +65,8 @@ def tell(logs: list[Log], layout: Layout, catalog: Catalog) -> Story:
         return _no_failure(events, layout)
     if layout.still_running and all(known[e.log].progress_after(e.line) for e in open_events) and not ended_badly:
         return _no_failure(events, layout)
+    if any(event.role == "end" and _exit_0(event, open_events) for event in events):
+        return _no_failure(events, layout)
     if any(event.role == "end" for event in events) and all(event.role in {"network", "fallout"} for event in open_events):
         return _no_failure(events, layout)
     kernel = facts(logs, layout, catalog, _started_at(logs))
@@ -87,6 +89,11 @@ def this_attempt(log: Log) -> list[Event]:
     return [event for event in log.events if event.line >= begin]
 
 
+def _exit_0(event: Event, failures: list[Event]) -> bool:
+    """The script's own word that all ended well, and nothing after it."""
+    return event.message.startswith("==> exit") and all(failure.line < event.line for failure in failures)
+
+
 def _is_harmless(event: Event) -> bool:
     return event.mild and event.role != "timeout"
 
@@ -99,6 +106,9 @@ def _started_at(logs: list[Log]) -> float | None:
 def _no_failure(events: list[Event], layout: Layout) -> Story:
     if any(event.role == "end" for event in events):
         return Story("completed", why="the log says that training is done, and nothing failed before that")
+    steps = [event for event in events if event.signature.name in {"slurm-step-cancelled", "slurm-task-failure"}]
+    if steps and not layout.still_running:
+        return Story("slurm_cancelled", steps[0], steps, confidence="medium", why="the step was cancelled, and nothing had failed")
     if layout.still_running is False:
         return Story("completed", confidence="medium", why="the job has ended and no line of it tells of a failure")
     return Story("healthy_running", why="no failure, or progress went on after it")
@@ -152,6 +162,8 @@ def _choose(
         found = [event for event in by_role.get(role, []) if role != "network" or event.signature.cause]
         if role == "network":
             found = _network(found, by_role)
+        if role == "stuck":
+            found = _stuck(found, by_role)
         if found:
             return _symptom_story(found, why, by_role, role)
     if "timeout" in by_role:
@@ -272,7 +284,7 @@ def _fault_story(faults: list[Event], everything: list[Event]) -> Story:
             return Story("storage_io_error", first, [first, *io], why="the write failed, and an I/O error is near it")
     same = [event for event in faults if event.signature.cause == cause]
     if cause == "silent_data_corruption":
-        doubt = [event for event in everything if event.signature.name == "megatron-unexpected" and event.order <= first.order]
+        doubt = [e for e in everything if e.signature.name == "megatron-unexpected" and e.order <= first.order]
         first, same = (doubt or [first])[0], [*doubt, *same]
     return Story(cause, first, same, why="the message names the fault, and nothing failed before it")
 
@@ -290,7 +302,8 @@ def _is_abort(event: Event) -> bool:
 def _signal_story(deaths: list[Event]) -> Story:
     order = {"Segmentation fault": 0, "Bus error": 0}
     first = min(deaths, key=lambda event: (order.get(event.groups.get("signal", ""), 0 if "signal" not in event.groups else 1), event.order))
-    same = [event for event in deaths if event.groups.get("signal") == first.groups.get("signal")]
+    how = (first.groups.get("signal"), first.groups.get("code"))
+    same = [event for event in deaths if (event.groups.get("signal"), event.groups.get("code")) == how]
     return Story(
         "process_signal_crash", first, same or [first], confidence="medium", why="a process died of a signal, and nothing says why"
     )
@@ -300,6 +313,15 @@ def _network(found: list[Event], by_role: dict[str, list[Event]]) -> list[Event]
     """Broken connections before a hang was noticed are its cause; those after it are its fallout."""
     later = [event.order for role in ("stuck", "timeout") for event in by_role.get(role, [])]
     return [event for event in found if not later or event.order < min(later)]
+
+
+def _stuck(found: list[Event], by_role: dict[str, list[Event]]) -> list[Event]:
+    """A rank that reports a time-out first and a stuck watchdog later is stuck in its own tear-down."""
+    reported: dict[int, tuple[float, int, int]] = {}
+    for event in by_role.get("timeout", []):
+        if event.rank is not None:
+            reported.setdefault(event.rank, event.order)
+    return [event for event in found if event.rank not in reported or event.order < reported[event.rank]]
 
 
 def _symptom_story(found: list[Event], why: str, by_role: dict[str, list[Event]], role: str) -> Story:
