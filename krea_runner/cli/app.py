@@ -32,7 +32,7 @@ def main() -> None:
 def _app() -> "typer.Typer":  # Typer is loaded here, not at the top
     import typer
 
-    from krea_runner.cli import adopt, check, demo, doctor, history, resume, status, stop, submit, supervise
+    from krea_runner.cli import adopt, check, demo, diagnose, doctor, history, resume, status, stop, submit, supervise
 
     app = typer.Typer(
         name="krea-runner",
@@ -68,8 +68,7 @@ def _app() -> "typer.Typer":  # Typer is loaded here, not at the top
 
     for verb in (
         check.check, submit.submit, adopt.adopt, supervise.supervise, status.status, history.history, stop.stop,
-        resume.resume,
-        doctor.doctor, demo.demo,
+        resume.resume, diagnose.diagnose, doctor.doctor, demo.demo,
     ):  # fmt: skip
         app.command()(verb)
     return app

@@ -272,7 +272,8 @@ def is_the_runs_own(job: JobRecord, run: Run, latest: Attempt | None) -> bool:
         and job.submitted_at is not None
     ):
         return abs(job.submitted_at - latest.submitted_at) < SAME_SUBMIT_S
-    return job.name in {"", run.config.slug}
+    # An adopted job has whatever name it has.
+    return run.config.job_log is not None or job.name in {"", run.config.slug}
 
 
 # ------------------------------------------------------------------------------------------------------------- cancel
