@@ -61,6 +61,7 @@ def incident_document(incident: "Incident") -> dict[str, Any]:
         "restart_count": incident.attempt.restart_count,
         "symptom": finding.symptom,
         "cause": finding.cause,
+        "by": finding.by,
         "summary": finding.summary,
         "node": finding.node,
         "step": finding.step,

@@ -252,7 +252,7 @@ def test_runs_that_are_over_are_shown_for_a_day_and_cost_no_question(
         history.set_run_state(run.run_id, RunState.DONE, "completed", now=now - age)
     done = krea(state, "status", env={"PATH": str(tmp_path)})
     assert done.returncode == 0, "no scheduler was needed"
-    assert "completed (60 s ago)" in done.stdout or "completed (61 s ago)" in done.stdout
+    assert re.search(r"completed \(6\d s ago\)", done.stdout)
     assert "old" not in done.stdout
     assert "old" in krea(state, "status", "--all", env={"PATH": str(tmp_path)}).stdout
 

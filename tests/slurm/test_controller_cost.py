@@ -1,0 +1,107 @@
+"""What one tick asks of the controller, counted by commands that stand before Slurm's own on PATH."""
+
+import os
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from krea_runner.clock import SystemClock
+from krea_runner.history.store import History, open_history
+from krea_runner.model import RunConfig, RunState
+from krea_runner.proc import run
+from krea_runner.schedulers.slurm_cli import SlurmCli
+from krea_runner.supervise.tick import Supervisor, tick
+from tests.conftest import until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+
+COMMANDS = ("squeue", "sinfo", "sacct", "scontrol", "scancel", "sbatch", "sacctmgr", "sdiag", "sprio", "sstat")
+RUNS = 30
+
+
+class Desk:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.slurm, self.clock = folder, SlurmCli(), SystemClock()
+        self.history: History = open_history(folder / "state")
+        self.supervisor = Supervisor(self.history, lambda _: self.slurm, self.clock, "root", "test:1:1")
+
+    def add(self, number: int, *, tag: str = "") -> str:
+        """A run whose job waits in the queue, held."""
+        tag = tag or f"krea_runner/cost{number}"
+        config = RunConfig(
+            name=f"run{number}", slug=f"run{number}", run_dir=self.folder / str(number), command=("true",),
+            workdir=self.folder,
+        )  # fmt: skip
+        record = self.history.create_run(config, user="root", tag=tag, now=self.clock.wall())
+        done = run(
+            ["sbatch", "--parsable", "-H", "-J", config.slug, "-o", "/dev/null", f"--comment={tag}", "--wrap=true"],
+            timeout_s=60,
+        )
+        assert done.returncode == 0, done.stderr
+        self.history.set_submitted(record.run_id, done.stdout.strip(), now=self.clock.wall())
+        return done.stdout.strip()
+
+    @property
+    def asked(self) -> Counter[str]:
+        log = self.folder / "asked"
+        return Counter(log.read_text().split()) if log.exists() else Counter()
+
+    def forget(self) -> None:
+        (self.folder / "asked").unlink(missing_ok=True)
+
+
+@pytest.fixture
+def desk(slurm_cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    for name, value in slurm_cluster.env.items():
+        monkeypatch.setenv(name, value)
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir()
+    for command in COMMANDS:
+        real = shutil.which(command)
+        if real is not None:
+            (bin_dir / command).write_text(f'#!/bin/sh\necho {command} >>{tmp_path}/asked\nexec {real} "$@"\n')
+            (bin_dir / command).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin_dir}:{os.environ['PATH']}")
+    yield Desk(tmp_path)
+    assert run(["scancel", "--me"], timeout_s=60).returncode == 0
+    until(lambda: not run(["squeue", "-h", "--me"], timeout_s=60).stdout, "an empty queue")
+
+
+def test_a_tick_asks_once_however_many_runs_there_are(desk: Desk) -> None:
+    for number in range(RUNS):
+        desk.add(number)
+    desk.forget()
+    report = tick(desk.supervisor)
+    assert len(report.lines) == RUNS
+    assert not report.blind
+    assert desk.asked == {"squeue": 1}
+
+
+def test_a_lost_submission_costs_no_further_question(desk: Desk) -> None:
+    desk.add(0)
+    job_id = desk.add(1)
+    lost = desk.history.find_run("run1")
+    desk.history.set_run_state(lost.run_id, RunState.SUBMITTING, "", now=desk.clock.wall())
+    desk.forget()
+    tick(desk.supervisor)
+    assert desk.asked == {"squeue": 1}
+    assert desk.history.run(lost.run_id).job_id == job_id
+
+
+def test_a_controller_that_stands_still_costs_one_question_and_is_could_not_see(desk: Desk, slurm_cluster) -> None:
+    for number in range(3):
+        desk.add(number)
+    desk.forget()
+    pid = int((slurm_cluster.folder / "run" / "slurmctld.pid").read_text())
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        report = tick(desk.supervisor)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert desk.asked == {"squeue": 1}
+    assert [line.blind for line in report.lines] == [True] * 3
+    assert desk.history.incidents() == []
