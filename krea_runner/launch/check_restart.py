@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from krea_runner.launch.check import SHELLS, Hit, Job, Severity, interpreter
 from krea_runner.launch.check_shell import Shell, is_launch, program_of, srun_options, texts
 from krea_runner.launch.sbatch_lines import header_end, option_pairs
-from krea_runner.launch.shell import Command
+from krea_runner.launch.shell import Command, Word
 
 # ------------------------------------------------------------------------------------------------- the file as a whole
 
@@ -153,14 +153,39 @@ def gang_outlives_rank(job: Job) -> Iterator[Hit]:
             program = program_of(command)
             if not is_launch(program) or program[0].value.rpartition("/")[2] != "srun":
                 continue
-            options = srun_options(program)
+            options, hidden = srun_options(program), _held_options(job, program)
+            if re.search(r"-K(?!0)|--kill-on-bad-exit(?!=0)", hidden or ""):
+                continue
             kills = [
                 re.sub(r"^(-K|--kill-on-bad-exit)=?", "", each) for each in options if re.match(r"-K|--kill-on", each)
             ]
             exported = _set_in_script(job, "SLURM_KILL_BAD_EXIT")
             if (kills and kills[-1] != "0") or (not kills and exported not in {None, "0"}) or _is_single(job, options):
                 continue
-            yield Hit(command.line)
+            yield Hit(
+                command.line,
+                saw="unless a variable here says it" if hidden is None else "",
+                severity=Severity.NOTE if hidden is None else None,
+            )
+
+
+def _held_options(job: Job, srun: tuple[Word, ...]) -> str | None:
+    """What the script puts into the variables that stand among srun's options, as in `srun $ARGS ...`; None where one of
+    them is not given a value here."""
+    held = []
+    for word in srun[1:]:
+        variable = re.fullmatch(r'"?\$\{?(\w+)(\[[@*]\])?\}?"?', word.text)
+        if variable is None and not word.value.startswith("-"):
+            break
+        if variable is not None:
+            given = [
+                each.value for shell in job.shells for command in shell.flat
+                for each in (*command.assignments, *command.words) if re.match(rf"{variable[1]}\+?=", each.value)
+            ]  # fmt: skip
+            if not given:
+                return None
+            held += given
+    return " ".join(held)
 
 
 def _is_single(job: Job, srun: list[str]) -> bool:
@@ -277,7 +302,7 @@ def flight_recorder_missing(job: Job) -> Iterator[Hit]:
 def flight_recorder_off(job: Job) -> Iterator[Hit]:
     bad = {
         "TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-        "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }  # fmt: skip
     for shell in job.shells:
         for command in shell.flat:

@@ -161,6 +161,8 @@ NEAR = [
     "srun --ntasks=1 --nodes=1 python train.py",
     "srun --kill-on-bad-exit=1 python train.py",
     "export SLURM_KILL_BAD_EXIT=1\nsrun python train.py",
+    "ARGS=' --wait=60 --kill-on-bad-exit=1 '\nsrun $ARGS python train.py",
+    'args=(--label -K)\nsrun "${args[@]}" python train.py',
     f"{SRUN} || exit 1\nsbatch --export=NONE next.sh",
     f"echo start\n##SBATCH --time=1\n{SRUN}",
     "srun -K python train.py --save /lustre/ckpt --seed 1",
@@ -251,6 +253,11 @@ def test_requeue_not_asked_for_weighs_what_the_cluster_does_by_default() -> None
 
 def test_the_whole_gang_ends_where_the_cluster_sees_to_it() -> None:
     assert body("srun python train.py", cluster=cluster("KillOnBadExit=1")) == {}
+
+
+def test_options_of_srun_in_a_variable_from_elsewhere_are_not_known() -> None:
+    assert body("srun $ARGS python train.py")["gang-outlives-rank"].severity is Severity.NOTE
+    assert body("ARGS=--label\nsrun $ARGS python train.py")["gang-outlives-rank"].severity is Severity.ERROR
 
 
 def test_variables_of_the_job_one_sits_in_are_found_by_name() -> None:
