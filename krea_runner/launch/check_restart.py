@@ -92,7 +92,7 @@ def redirect_truncates(job: Job) -> Iterator[Hit]:
         for command in shell.flat:
             if shell.is_work(command):
                 for redirect in command.redirects:
-                    if redirect.operator in {">", "&>", ">|"} and _same_next_time(redirect.target.text):
+                    if redirect.operator in {">", "&>", ">|"} and _same_next_time(job, redirect.target.text):
                         fix = f"{redirect.descriptor}{redirect.operator.rstrip('|').replace('>', '>>')}{redirect.target.text}"
                         yield Hit(redirect.target.line, fix=fix)
             words = [word.value for word in command.words]
@@ -101,14 +101,30 @@ def redirect_truncates(job: Job) -> Iterator[Hit]:
                 words[:1] == ["tee"]
                 and len(words) > 1
                 and not appends
-                and _same_next_time(command.words[-1].text)
+                and _same_next_time(job, command.words[-1].text)
                 and _piped_work(shell, command)
             ):
                 yield Hit(command.line, fix=" ".join(["tee -a", *(word.text for word in command.words[1:])]))
 
 
-def _same_next_time(path: str) -> bool:
-    return not path.startswith(("/dev/", "&", ">(", "$(")) and not re.search(r"RESTART|ATTEMPT|date|RANDOM|\d$", path)
+def _same_next_time(job: Job, path: str) -> bool:
+    """False also where a variable in it is not given a value in this script."""
+    parts = [path]
+    for name in re.findall(r"\$\{?([A-Za-z_]\w*)", path):
+        given = _given(job, name)
+        if not given and not name.startswith(("SLURM_", "HOME", "USER", "PWD")):
+            return False
+        parts += given
+    whole = " ".join(parts)
+    return not path.startswith(("/dev/", "&", ">(")) and not re.search(r"RESTART|ATTEMPT|date|RANDOM|mktemp", whole)
+
+
+def _given(job: Job, name: str) -> list[str]:
+    """All that the script assigns to a variable, as `name=value`."""
+    return [
+        word.value for shell in job.shells for command in shell.flat
+        for word in (*command.assignments, *command.words) if re.match(rf"{name}\+?=", word.value)
+    ]  # fmt: skip
 
 
 def _piped_work(shell: Shell, tee: Command) -> bool:
@@ -178,10 +194,7 @@ def _held_options(job: Job, srun: tuple[Word, ...]) -> str | None:
         if variable is None and not word.value.startswith("-"):
             break
         if variable is not None:
-            given = [
-                each.value for shell in job.shells for command in shell.flat
-                for each in (*command.assignments, *command.words) if re.match(rf"{variable[1]}\+?=", each.value)
-            ]  # fmt: skip
+            given = _given(job, variable[1])
             if not given:
                 return None
             held += given

@@ -157,6 +157,8 @@ NEAR = [
     f"finish() {{ trap '' TERM; exit $1; }}\n{SRUN}",
     f"{SRUN} > /lustre/log.$SLURM_RESTART_COUNT",
     f"{SRUN} > /dev/null",
+    f"LOG=/lustre/log.$(date +%s)\n{SRUN} > $LOG",
+    f"{SRUN} > $LOG",  # not known
     f"set -o pipefail\n{SRUN} | tee -a /lustre/log",
     "srun --ntasks=1 --nodes=1 python train.py",
     "srun --kill-on-bad-exit=1 python train.py",
@@ -232,6 +234,7 @@ def test_an_option_that_is_right_is_left_alone(line: str) -> None:
         (None, "B:USR1@120", f"{TRAP}\n{SRUN} & pid=$!\nwait $pid"),
         (None, "B:10@120", f"{TRAP}\n{SRUN} & pid=$!\nwait $pid"),
         (None, "B:USR1@120", f"exec {SRUN}"),
+        (None, "B:USR1@120", f"setup() {{ {TRAP}; }}\nsetup\n{SRUN} & pid=$!\nwait $pid"),
     ],
 )
 def test_a_signal_and_its_trap(code: str | None, signal: str, script: str) -> None:
