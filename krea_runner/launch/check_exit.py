@@ -257,7 +257,9 @@ def signal_kills_script(job: Job) -> Iterator[Hit]:
     if not asked or "B" not in asked[0] or asked[1] in {"CONT", "CHLD", "URG", "WINCH"} or not job.shells:
         return
     shell = job.shells[0]
-    trapped = {name for _, _, signals in _traps(shell) for name in signals}
+    # In functions too: what sets up the traps may be one.
+    traps = [each.words for each in shell.flat if each.words and each.words[0].value == "trap"]
+    trapped = {signal_name(word.value) for words in traps for word in words[2:]}
     replaced = any(each.words and each.words[0].value == "exec" and len(each.words) > 1 for each in shell.flat)
     if asked[1] not in trapped and not replaced:
         yield Hit(job.options["signal"].line, saw=f"nothing in the script traps {asked[1]}")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from krea_runner.launch.check import SHELLS, Hit, Job, Severity, interpreter
 from krea_runner.launch.check_shell import Shell, is_launch, program_of, srun_options, texts
 from krea_runner.launch.sbatch_lines import header_end, option_pairs
-from krea_runner.launch.shell import Command
+from krea_runner.launch.shell import Command, Word
 
 # ------------------------------------------------------------------------------------------------- the file as a whole
 
@@ -92,7 +92,7 @@ def redirect_truncates(job: Job) -> Iterator[Hit]:
         for command in shell.flat:
             if shell.is_work(command):
                 for redirect in command.redirects:
-                    if redirect.operator in {">", "&>", ">|"} and _same_next_time(redirect.target.text):
+                    if redirect.operator in {">", "&>", ">|"} and _same_next_time(job, redirect.target.text):
                         fix = f"{redirect.descriptor}{redirect.operator.rstrip('|').replace('>', '>>')}{redirect.target.text}"
                         yield Hit(redirect.target.line, fix=fix)
             words = [word.value for word in command.words]
@@ -101,14 +101,30 @@ def redirect_truncates(job: Job) -> Iterator[Hit]:
                 words[:1] == ["tee"]
                 and len(words) > 1
                 and not appends
-                and _same_next_time(command.words[-1].text)
+                and _same_next_time(job, command.words[-1].text)
                 and _piped_work(shell, command)
             ):
                 yield Hit(command.line, fix=" ".join(["tee -a", *(word.text for word in command.words[1:])]))
 
 
-def _same_next_time(path: str) -> bool:
-    return not path.startswith(("/dev/", "&", ">(", "$(")) and not re.search(r"RESTART|ATTEMPT|date|RANDOM|\d$", path)
+def _same_next_time(job: Job, path: str) -> bool:
+    """False also where a variable in it is not given a value in this script."""
+    parts = [path]
+    for name in re.findall(r"\$\{?([A-Za-z_]\w*)", path):
+        given = _given(job, name)
+        if not given and not name.startswith(("SLURM_", "HOME", "USER", "PWD")):
+            return False
+        parts += given
+    whole = " ".join(parts)
+    return not path.startswith(("/dev/", "&", ">(")) and not re.search(r"RESTART|ATTEMPT|date|RANDOM|mktemp", whole)
+
+
+def _given(job: Job, name: str) -> list[str]:
+    """All that the script assigns to a variable, as `name=value`."""
+    return [
+        word.value for shell in job.shells for command in shell.flat
+        for word in (*command.assignments, *command.words) if re.match(rf"{name}\+?=", word.value)
+    ]  # fmt: skip
 
 
 def _piped_work(shell: Shell, tee: Command) -> bool:
@@ -153,14 +169,36 @@ def gang_outlives_rank(job: Job) -> Iterator[Hit]:
             program = program_of(command)
             if not is_launch(program) or program[0].value.rpartition("/")[2] != "srun":
                 continue
-            options = srun_options(program)
+            options, hidden = srun_options(program), _held_options(job, program)
+            if re.search(r"-K(?!0)|--kill-on-bad-exit(?!=0)", hidden or ""):
+                continue
             kills = [
                 re.sub(r"^(-K|--kill-on-bad-exit)=?", "", each) for each in options if re.match(r"-K|--kill-on", each)
             ]
             exported = _set_in_script(job, "SLURM_KILL_BAD_EXIT")
             if (kills and kills[-1] != "0") or (not kills and exported not in {None, "0"}) or _is_single(job, options):
                 continue
-            yield Hit(command.line)
+            yield Hit(
+                command.line,
+                saw="unless a variable here says it" if hidden is None else "",
+                severity=Severity.NOTE if hidden is None else None,
+            )
+
+
+def _held_options(job: Job, srun: tuple[Word, ...]) -> str | None:
+    """What the script puts into the variables that stand among srun's options, as in `srun $ARGS ...`; None where one of
+    them is not given a value here."""
+    held = []
+    for word in srun[1:]:
+        variable = re.fullmatch(r'"?\$\{?(\w+)(\[[@*]\])?\}?"?', word.text)
+        if variable is None and not word.value.startswith("-"):
+            break
+        if variable is not None:
+            given = _given(job, variable[1])
+            if not given:
+                return None
+            held += given
+    return " ".join(held)
 
 
 def _is_single(job: Job, srun: list[str]) -> bool:
@@ -277,7 +315,7 @@ def flight_recorder_missing(job: Job) -> Iterator[Hit]:
 def flight_recorder_off(job: Job) -> Iterator[Hit]:
     bad = {
         "TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-        "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }  # fmt: skip
     for shell in job.shells:
         for command in shell.flat:

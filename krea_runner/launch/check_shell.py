@@ -1,8 +1,8 @@
 """Which commands of a script are its work, what becomes of their exit codes: what the rules ask about the shell."""
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from krea_runner.launch.shell import (
     Command,
@@ -50,6 +50,9 @@ class Shell:
     errexit: bool = False
     pipefail: bool = False
     flat: tuple[Command, ...] = ()
+    """Every command in the order in which it is written, those inside of compound ones too."""
+    place: Mapping[int, int] = field(default_factory=dict)
+    """Where in `flat` a command is, by its `id`."""
     launches: bool = False
     """Has a launcher; otherwise any program that computes is work."""
     working_functions: frozenset[str] = frozenset()
@@ -58,7 +61,7 @@ class Shell:
 
     def option_at(self, name: str, command: Command) -> bool:
         """Whether `pipefail` or `errexit` is on when `command` starts, going by the order in which the script is written."""
-        here = next(at for at, each in enumerate(self.flat) if each is command)
+        here = self.place[id(command)]
         state = self.pipefail if name == "pipefail" else self.errexit
         for at, option, on in self.changes:
             if option == name and at < here:
@@ -67,7 +70,7 @@ class Shell:
 
     def after(self, command: Command) -> tuple[Command, ...]:
         """All that is written after `command` and what is inside of it."""
-        here = next(at for at, each in enumerate(self.flat) if each is command)
+        here = self.place[id(command)]
         return self.flat[here + sum(1 for _ in within(command)) :]
 
     def is_work(self, command: Command) -> bool:
@@ -143,14 +146,16 @@ def _shell(
     sequence: Sequence, first: int, last: int, *, nested: bool = False, errexit: bool = False, pipefail: bool = False
 ) -> Shell:
     flat = tuple(commands(sequence))
-    launches = any(is_launch(program_of(command)) for command in flat)
-    plain = Shell(sequence, first, last, flat=flat, launches=launches)
+    shell = Shell(
+        sequence, first, last, nested, errexit, pipefail, flat, place={id(command): at for at, command in enumerate(flat)},
+        launches=any(is_launch(program_of(command)) for command in flat), changes=tuple(_set_changes(flat)),
+    )  # fmt: skip
     functions = frozenset(
         each.words[0].value
         for each in flat
-        if each.kind == "function" and any(plain._starts_work(part) for part in commands(each.bodies[0]))
+        if each.kind == "function" and any(shell._starts_work(part) for part in commands(each.bodies[0]))
     )
-    return Shell(sequence, first, last, nested, errexit, pipefail, flat, launches, functions, tuple(_set_changes(flat)))
+    return replace(shell, working_functions=functions)
 
 
 def _set_changes(flat: tuple[Command, ...]) -> Iterator[tuple[int, str, bool]]:

@@ -157,10 +157,14 @@ NEAR = [
     f"finish() {{ trap '' TERM; exit $1; }}\n{SRUN}",
     f"{SRUN} > /lustre/log.$SLURM_RESTART_COUNT",
     f"{SRUN} > /dev/null",
+    f"LOG=/lustre/log.$(date +%s)\n{SRUN} > $LOG",
+    f"{SRUN} > $LOG",  # not known
     f"set -o pipefail\n{SRUN} | tee -a /lustre/log",
     "srun --ntasks=1 --nodes=1 python train.py",
     "srun --kill-on-bad-exit=1 python train.py",
     "export SLURM_KILL_BAD_EXIT=1\nsrun python train.py",
+    "ARGS=' --wait=60 --kill-on-bad-exit=1 '\nsrun $ARGS python train.py",
+    'args=(--label -K)\nsrun "${args[@]}" python train.py',
     f"{SRUN} || exit 1\nsbatch --export=NONE next.sh",
     f"echo start\n##SBATCH --time=1\n{SRUN}",
     "srun -K python train.py --save /lustre/ckpt --seed 1",
@@ -230,6 +234,7 @@ def test_an_option_that_is_right_is_left_alone(line: str) -> None:
         (None, "B:USR1@120", f"{TRAP}\n{SRUN} & pid=$!\nwait $pid"),
         (None, "B:10@120", f"{TRAP}\n{SRUN} & pid=$!\nwait $pid"),
         (None, "B:USR1@120", f"exec {SRUN}"),
+        (None, "B:USR1@120", f"setup() {{ {TRAP}; }}\nsetup\n{SRUN} & pid=$!\nwait $pid"),
     ],
 )
 def test_a_signal_and_its_trap(code: str | None, signal: str, script: str) -> None:
@@ -251,6 +256,11 @@ def test_requeue_not_asked_for_weighs_what_the_cluster_does_by_default() -> None
 
 def test_the_whole_gang_ends_where_the_cluster_sees_to_it() -> None:
     assert body("srun python train.py", cluster=cluster("KillOnBadExit=1")) == {}
+
+
+def test_options_of_srun_in_a_variable_from_elsewhere_are_not_known() -> None:
+    assert body("srun $ARGS python train.py")["gang-outlives-rank"].severity is Severity.NOTE
+    assert body("ARGS=--label\nsrun $ARGS python train.py")["gang-outlives-rank"].severity is Severity.ERROR
 
 
 def test_variables_of_the_job_one_sits_in_are_found_by_name() -> None:

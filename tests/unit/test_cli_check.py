@@ -88,6 +88,15 @@ def test_submit_refuses_an_error_and_records_nothing(tmp_path: Path, krea) -> No
     assert not (tmp_path / "state").exists()
 
 
+def test_submit_without_the_check_says_it_and_submits(tmp_path: Path, krea) -> None:
+    (tmp_path / "run.toml").write_text(RUN.format(command='"python3 -c 1 | cat"'))
+    done = krea("submit", "run.toml", "--no-check", "--json")
+    assert done.returncode == 0
+    assert "[pipe-hides-exit]" in done.stderr
+    assert json.loads(done.stdout)["run"] == "job"
+    krea("stop", "job")
+
+
 def test_checkpoints_that_are_there_say_how_often_they_are_written(tmp_path: Path, krea) -> None:
     more = '[slurm]\ntime = "50"\n[budgets]\nstartup = "1m"\ncheckpoint = "1m"\n[checkpoint]\ndir = "ckpt"\n'
     (tmp_path / "run.toml").write_text(RUN.format(command='["true"]') + more)
