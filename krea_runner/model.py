@@ -93,6 +93,7 @@ class JobRecord:
     batch_node: str = ""
     requeue_allowed: bool | None = None
     user: str = ""
+    name: str = ""
     comment: str = ""
     """Where the run's tag is carried."""
 
@@ -331,6 +332,8 @@ class ScriptEnd:
 
     exit_code: int
     at: float
+    warned: bool = False
+    """It had been told to save and end (SIGUSR1, as Slurm sends it before a time limit)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ def main() -> None:
 def _app() -> "typer.Typer":  # Typer is loaded here, not at the top
     import typer
 
-    from krea_runner.cli import adopt, demo, doctor, history, resume, status, stop, submit, supervise
+    from krea_runner.cli import adopt, check, demo, diagnose, doctor, history, resume, status, stop, submit, supervise
 
     app = typer.Typer(
         name="krea-runner",
@@ -67,8 +67,8 @@ def _app() -> "typer.Typer":  # Typer is loaded here, not at the top
             os.environ["KREA_RUNNER_STATE_DIR"] = str(state_dir.absolute())
 
     for verb in (
-        submit.submit, adopt.adopt, supervise.supervise, status.status, history.history, stop.stop, resume.resume,
-        doctor.doctor, demo.demo,
+        check.check, submit.submit, adopt.adopt, supervise.supervise, status.status, history.history, stop.stop,
+        resume.resume, diagnose.diagnose, doctor.doctor, demo.demo,
     ):  # fmt: skip
         app.command()(verb)
     return app

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from krea_runner.errors import KreaRunnerError
+from krea_runner.observe.mounts import file_system
 from krea_runner.schedulers import Check
 
 if TYPE_CHECKING:
@@ -170,20 +171,6 @@ def _written(folder: Path, place: str) -> Iterator[Check]:
         else "times in the history will look odd, nothing else: chronyc tracking, or timedatectl"
     )
     yield Check("clock", True, f"{abs(skew):.1f} s off the file server's", hint)
-
-
-def file_system(folder: Path, mountinfo: str) -> tuple[str, frozenset[str]]:
-    """Type and mount options of the file system that holds `folder`, from /proc/self/mountinfo (proc(5))."""
-    best, kind, options = "", "unknown", frozenset[str]()
-    target = f"{folder.resolve()}/"
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        fields, tail = before.split(), after.split()
-        mount = fields[4].encode().decode("unicode_escape")
-        if target.startswith(mount.rstrip("/") + "/") and len(mount) >= len(best):
-            best, kind = mount, tail[0]
-            options = frozenset(fields[5].split(",")) | frozenset(tail[2].split(",") if len(tail) > 2 else ())
-    return kind, options
 
 
 # --------------------------------------------------------------------------------------------------------- the history

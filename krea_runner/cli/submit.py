@@ -14,15 +14,20 @@ def submit(
         typer.Option(help="`slurm` or `local`, instead of what the file says.", show_default=False),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script and submit nothing.")] = False,
+    no_check: Annotated[
+        bool, typer.Option("--no-check", help="Submit also what `krea-runner check` calls an error.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> None:
     """Submit a run and record it.
 
-    One gang, all nodes or none; from then on `supervise` keeps it going.
+    One gang, all nodes or none; from then on `supervise` keeps it going. What `krea-runner check` finds is said first,
+    and an error there is not submitted.
 
     Example: krea-runner submit run.toml --dry-run
     """
     from krea_runner.cli import context
+    from krea_runner.cli.check import check_before_submit
     from krea_runner.cli.output import print_json
     from krea_runner.clock import SystemClock
     from krea_runner.config import load_run
@@ -36,6 +41,7 @@ def submit(
     if dry_run:
         typer.echo(render(config), nl=False)
         return
+    check_before_submit(run_toml, config, refuse_errors=not no_check)
     run = submit_run(
         config,
         run_toml,

@@ -15,12 +15,12 @@ RESTARTS = frozenset({DecisionKind.REQUEUE, DecisionKind.RESUBMIT})
 
 # Causes of which a restart would only make more of the same, and what a person should do.
 _FOR_A_PERSON = {
-    "bad_workdir": "make the directory, or mend --chdir; then: krea-runner resume RUN",
+    "ran_in_tmp": "make the directory, or mend --chdir; then: krea-runner resume RUN",
     "hidden_failure": "if it is done: krea-runner stop RUN; if not, mend the script's exit code, then: krea-runner resume RUN",
     "vanished": "if that was a cancel: krea-runner stop RUN; if not: krea-runner resume RUN submits it again",
 }
 # Causes that come before the first step: no checkpoint can be expected of such an attempt, so none is waited for.
-_BEFORE_ANY_STEP = frozenset({"launch_failed", "output_unwritable", "start_refused"})
+_BEFORE_ANY_STEP = frozenset({"launch_failed", "output_unwritable", "no_workdir"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,15 @@ _SIGNAL_WORDS = {
     "Segmentation fault": "SIGSEGV",
     "Aborted": "SIGABRT",
     "Bus error": "SIGBUS",
+    "Out Of Memory": "SIGKILL",
 }
 _OOM_WORD = "Out Of Memory"
 _OOM = re.compile(r"^slurmstepd-(?P<node>\S+): error: Detected \d+ oom[-_]kill event", re.MULTILINE)
 _NODE_FAILURE = re.compile(r"^srun: error: Node failure on (?P<node>\S+)", re.MULTILINE)
-_NO_WORKDIR = re.compile(r"error: couldn't chdir to [`'](?P<path>.*?)': .*going to /tmp instead")
+_RAN_IN_TMP = re.compile(r"error: couldn't chdir to [`'](?P<path>.*?)': .*going to /tmp instead")
+_NO_WORKDIR = re.compile(
+    r"^krea_runner: cannot enter (?P<path>.*)$", re.MULTILINE
+)  # job.sbatch says so and exits with 78
 # `slurmstepd-n1: error: *** JOB 8 ON n1 CANCELLED AT 2026-12-02T13:27:56 DUE TO NODE FAILURE, SEE ... ***` (22.05, 24.11;
 # 26.05 has a time in the place of the daemon's name). Without a reason it was scancel.
 _NOTICE = re.compile(r"\*\*\* JOB \S+ ON (?P<node>\S+) CANCELLED AT \S+(?: DUE TO (?P<why>[A-Z ]+))?")
@@ -69,6 +73,9 @@ def end_of(snapshot: Snapshot) -> End | None:
     present = job is not None and (attempt is None or _is_of(job, snapshot))
     if present and job is not None:
         return _end_by(job, snapshot, "Slurm says") if job.state.is_ended else None
+    following = job is not None and attempt is not None and job.restart_count == attempt.key.restart_count + 1
+    if following and is_held_by_slurm(job) == "launch":  # its script may have begun on the first node all the same
+        return End(JobState.LAUNCH_FAILED, source="Slurm says")
     accounted = snapshot.accounted
     if accounted is not None and accounted.state.is_ended:
         return _end_by(accounted, snapshot, "accounting says")
@@ -78,7 +85,9 @@ def end_of(snapshot: Snapshot) -> End | None:
         return End(told, source="its log says")
     if snapshot.script_end is not None:
         code = snapshot.script_end.exit_code
-        return End(JobState.FAILED if code else JobState.COMPLETED, code, 0, "its script says")
+        if code == 0:
+            return End(JobState.COMPLETED, 0, 0, "its script says")
+        return End(JobState.FAILED, _true_code(snapshot, code), 0, "its script says")
     return End(JobState.UNKNOWN if job is None else JobState.REQUEUED)
 
 
@@ -89,13 +98,18 @@ def diagnose_end(snapshot: Snapshot) -> Finding | None:
         return None
     if end.state is JobState.COMPLETED:
         return _ended_well_or_not(snapshot)
-    if is_held_by_slurm(job) == "launch" and end.state is JobState.REQUEUED:
-        end = End(JobState.LAUNCH_FAILED, source="Slurm says")
+    if is_held_by_slurm(job) == "launch" and end.state in {JobState.REQUEUED, JobState.FAILED}:
+        end = End(
+            JobState.LAUNCH_FAILED, source="Slurm says"
+        )  # its script may have begun on the first node all the same
     if job is None and end.state in {JobState.UNKNOWN, JobState.REQUEUED}:
         return _gone(snapshot, end)
     if end.state not in _ENDS:
         return None
     symptom, cause, by = _ENDS[end.state]
+    if end.state is JobState.FAILED and snapshot.script_end is not None and snapshot.script_end.warned:
+        said = f"time limit near: job {_job_id(snapshot)} was told to save and ended ({_exit_word(snapshot, end)})"
+        return _finding(snapshot, Symptom.TIME_LIMIT, "time_limit_warning", "slurm", said)
     node = ""
     suspects: tuple[Suspect, ...] = ()
     evidence: list[str] = []
@@ -140,9 +154,6 @@ def exit_codes(snapshot: Snapshot) -> set[int]:
     codes = {end.exit_code} if end else set()
     if snapshot.script_end is not None:
         codes.add(snapshot.script_end.exit_code)
-    first = _first_failure(snapshot.log.tail)
-    if first is not None and (match := re.search(r"exit code (\d+)", first[2])):
-        codes.add(int(match[1]))
     return {code for code in codes if code is not None}
 
 
@@ -158,9 +169,12 @@ def _crash(
     summary = f"crash: job {_job_id(snapshot)} ended {end.state} ({word})"
     if cause == "launch_failed":
         return cause, "", f"launch failed: job {_job_id(snapshot)} could not start on a node and is held", (), []
-    if end.signal == _OUTPUT_UNWRITABLE and not end.exit_code:
+    if end.signal == _OUTPUT_UNWRITABLE:
         node = job.batch_node if job else ""
         return "output_unwritable", node, f"crash: the job's output could not be opened on {node or 'its node'}", (), []
+    if (match := _NO_WORKDIR.search(snapshot.log.tail)) and end.exit_code == 78:
+        node = job.batch_node if job else ""
+        return "no_workdir", node, f"crash: the job could not enter {match['path']!r} on {node or 'its node'}", (), []
     first = _first_failure(snapshot.log.tail)
     if first is None:
         killed = _OOM.search(snapshot.log.tail)
@@ -181,7 +195,10 @@ def _crash(
     if cause == "unknown":
         cause = "out_of_memory" if how == _OOM_WORD else "rank_killed" if how in _SIGNAL_WORDS else "rank_failed"
     evidence = [f"srun's first complaint: {node}: task {rank}: {how}"]
-    how = f"died of {_SIGNAL_WORDS[how]}" if how in _SIGNAL_WORDS else how[:1].lower() + how[1:]
+    if how == _OOM_WORD:
+        how = "was killed for want of memory"
+    else:
+        how = f"died of {_SIGNAL_WORDS[how]}" if how in _SIGNAL_WORDS else how[:1].lower() + how[1:]
     return (
         cause,
         node,
@@ -205,9 +222,9 @@ def _ended_well_or_not(snapshot: Snapshot) -> Finding | None:
     """COMPLETED is the script's exit code, no more. Ours hides nothing; another may have run in /tmp, or end with an echo."""
     if snapshot.script_end is not None:
         return None
-    if match := _NO_WORKDIR.search(snapshot.log.tail):
+    if match := _RAN_IN_TMP.search(snapshot.log.tail):
         said = f"bad directory: job {_job_id(snapshot)} ran in /tmp, {match['path']!r} was not there; Slurm calls that COMPLETED"
-        return _finding(snapshot, Symptom.CRASH, "bad_workdir", "job", said)
+        return _finding(snapshot, Symptom.CRASH, "ran_in_tmp", "job", said)
     if first := _first_failure(snapshot.log.tail):
         node, rank, how = first
         said = f"hidden failure: job {_job_id(snapshot)} COMPLETED, but its rank {rank} on {node}: {how}"
@@ -263,11 +280,26 @@ def _notice(tail: str) -> JobState | None:
 
 
 def _end_by(record: JobRecord, snapshot: Snapshot, source: str) -> End:
-    """The script's own code before Slurm's, which accounting cuts to seven bits: 137 reads as 9:0."""
-    code, own = record.exit_code, snapshot.script_end
-    if own is not None and record.state is JobState.FAILED and not record.signal:
-        code = own.exit_code
+    code = record.exit_code
+    if record.state is JobState.FAILED and not record.signal:
+        code = _true_code(snapshot, code)
     return End(record.state, code, record.signal, source)
+
+
+def _true_code(snapshot: Snapshot, code: int | None) -> int | None:
+    """Of the rank that failed first; else the script's own. srun says 143 once it has ended the other ranks (-K), and accounting
+    cuts to seven bits: 137 reads as 9:0 (22.05.8)."""
+    first = _first_failure(snapshot.log.tail)
+    if first is not None and (number := _rank_code(first[2])) is not None:
+        return number
+    return snapshot.script_end.exit_code if snapshot.script_end is not None else code
+
+
+def _rank_code(how: str) -> int | None:
+    if match := re.search(r"exit code (\d+)", how):
+        return int(match[1])
+    name = _SIGNAL_WORDS.get(how)
+    return None if name is None else 128 + signal.Signals[name]
 
 
 def _is_of(job: JobRecord, snapshot: Snapshot) -> bool:
@@ -319,7 +351,7 @@ def _first_failure(tail: str) -> tuple[str, str, str] | None:
     signal comes before those that exited: they may have lost it, and srun does not report in the order of deaths. Several
     may be the ones that srun had to kill."""
     complaints = [match for match in _SRUN.finditer(tail) if match["how"] not in _FALLOUT]
-    signalled = [match for match in complaints if match["how"] in _SIGNAL_WORDS or match["how"] == _OOM_WORD]
+    signalled = [match for match in complaints if match["how"] in _SIGNAL_WORDS]
     alone = len(signalled) == 1 and signalled[0]["tasks"].isdigit()
     for match in signalled if alone else complaints:
         return match["node"], re.split("[,-]", match["tasks"])[0], match["how"]

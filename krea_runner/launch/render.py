@@ -44,8 +44,16 @@ def render(config: RunConfig) -> str:
             run_dir=str(run_dir.root),
             srun_run_dir=_percent(str(run_dir.root)),
             argv=_argv(config.command),
+            notice_s=_notice_s(config),
         )
     )
+
+
+def _notice_s(config: RunConfig) -> int:
+    """For how long after SIGUSR1 an end is due to the time limit, where the run asks Slurm for that notice (`signal =
+    "B:USR1@300"`); 0 where it does not. Slurm may send it up to 60 s early, and looks at limits every 30 s (22.05.8)."""
+    match = re.fullmatch(r"[BR]*:?(?:SIG)?(?:USR1|10)@(\d+)", str(config.slurm.get("signal", "")))
+    return int(match[1]) + 120 if match else 0
 
 
 def _argv(command: tuple[str, ...] | str) -> list[str]:

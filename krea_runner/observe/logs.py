@@ -4,6 +4,7 @@ import json
 import os
 import re
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 from krea_runner.model import AttemptKey, LogReading, ScriptEnd
@@ -60,17 +61,25 @@ def read_script_end(run_dir: RunDir, attempt: AttemptKey) -> ScriptEnd | None:
         try:
             event = json.loads(line)
             if event["event"] == "attempt_end" and 0 <= int(event["exit_code"]) < 256:
-                return ScriptEnd(exit_code=int(event["exit_code"]), at=float(event["at"]))
+                warned = event.get("warned") is True
+                return ScriptEnd(exit_code=int(event["exit_code"]), at=float(event["at"]), warned=warned)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue  # a torn line: the script was killed while writing it
     return None
 
 
 def _part_of(attempt: AttemptKey, text: str) -> str:
-    """From the attempt's marker to the next attempt's; empty when its marker is not in sight."""
+    """From the attempt's marker to the next attempt's. Where no script of ours leaves markers, and where the attempt's own lies
+    further back than we read, all that is in sight before the next attempt's."""
     start = text.rfind(attempt_marker(attempt))
     if start < 0:
-        return ""
+        following = text.find(_MARKER)
+        if following < 0:
+            return text
+        following_is_next = text.startswith(
+            attempt_marker(replace(attempt, restart_count=attempt.restart_count + 1)), following
+        )
+        return text[:following] if following_is_next else ""
     end = text.find(f"\n{_MARKER}", start)
     return text[start:] if end < 0 else text[start : end + 1]
 

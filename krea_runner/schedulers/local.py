@@ -76,6 +76,7 @@ class LocalScheduler:
             nodelist=job.nodelist if not job.state.is_queued else "",
             batch_node=job.nodes[0],
             requeue_allowed=job.requeue,
+            name=job.name,
             comment=job.tag,
         )
 

@@ -10,14 +10,15 @@ from krea_runner.model import JobRecord, JobState
 
 # ------------------------------------------------------------------------------------------------------------ squeue
 
-# In `squeue -O` a field takes a suffix, and with one it is neither padded nor cut at 20 columns. The last two fields are free
-# text (a state description, a comment: bars, line breaks and all), so each ends with a character that no line has.
-REASON_END, ROW_END = "\x1f", "\x1e"
+# In `squeue -O` a field takes a suffix, and with one it is neither padded nor cut at 20 columns. The last three fields are free
+# text (a state description, a name, a comment: bars, line breaks and all), so each ends with a character that no line has.
+TEXT_END, ROW_END = "\x1f", "\x1e"
 JOB_FIELDS = (
     "JobArrayID", "State", "RestartCnt", "exit_code", "SubmitTime", "StartTime", "EndTime", "NodeList", "BatchHost",
-    "Requeue", "UserName", "Reason", "Comment",
+    "Requeue", "UserName", "Reason", "Name", "Comment",
 )  # fmt: skip
-JOB_FORMAT = ",".join([*(f"{field}:|" for field in JOB_FIELDS[:-2]), f"Reason:{REASON_END}", f"Comment:{ROW_END}"])
+_ENDS = ("|",) * (len(JOB_FIELDS) - 3) + (TEXT_END, TEXT_END, ROW_END)
+JOB_FORMAT = ",".join(f"{field}:{end}" for field, end in zip(JOB_FIELDS, _ENDS, strict=True))
 _NOTHING = frozenset({"", "N/A", "n/a", "NONE", "None", "Unknown", "(null)", "None assigned"})
 
 
@@ -43,9 +44,9 @@ def parse_squeue(stdout: str, stderr: str = "") -> list[JobRecord]:
 
 def _job(row: str) -> JobRecord:
     try:
-        *values, text = row.split("|", len(JOB_FIELDS) - 2)
+        *values, text = row.split("|", len(JOB_FIELDS) - 3)
         job_id, word, restarts, status, submitted, started, ended, nodelist, batch_host, requeue, user = values
-        reason, comment = text.split(REASON_END, 1)
+        reason, name, comment = text.split(TEXT_END, 2)
         state = job_state(word)
         # Before the end it is 0 and means nothing.
         code, number = _exit_code(status) if state.is_ended else (None, None)
@@ -64,6 +65,7 @@ def _job(row: str) -> JobRecord:
             batch_node=_text(batch_host),
             requeue_allowed={"0": False, "1": True}.get(requeue),
             user=user,
+            name=name,
             comment=_text(comment),
         )
     except ValueError as error:
@@ -104,7 +106,7 @@ def parse_sacct(stdout: str) -> list[JobRecord]:
     """
     last = [starts[-1] for starts in parse_sacct_starts(stdout).values()]
     return [
-        record
+        replace(record, requeue_allowed=False)  # what the controller has forgotten cannot be requeued
         if record.state.is_ended
         else replace(record, state=JobState.UNKNOWN, raw_state=f"{record.raw_state} (sacct, not in squeue)")
         for record in last

@@ -262,14 +262,18 @@ def _take_new_job(work: Work, history: History, clock: Clock, job_id: str) -> No
 
 def is_the_runs_own(job: JobRecord, run: Run, latest: Attempt | None) -> bool:
     """Whether the record under the run's job id is still the run's job: after a controller has lost its state, ids are used
-    again. Ours carries the run's tag; where somebody wrote over it, the same start has the same submission time."""
+    again. Ours carries the run's tag. Where somebody wrote over it, the same start has the same submission time, and a
+    later one the same name."""
     if job.comment == run.tag or latest is None or latest.key.job_id != job.job_id:
         return True
-    if latest.submitted_at is None or job.submitted_at is None:
-        return True
-    if job.restart_count == latest.key.restart_count:
+    if (
+        job.restart_count == latest.key.restart_count
+        and latest.submitted_at is not None
+        and job.submitted_at is not None
+    ):
         return abs(job.submitted_at - latest.submitted_at) < SAME_SUBMIT_S
-    return job.restart_count > latest.key.restart_count
+    # An adopted job has whatever name it has.
+    return run.config.job_log is not None or job.name in {"", run.config.slug}
 
 
 # ------------------------------------------------------------------------------------------------------------- cancel

@@ -11,24 +11,21 @@ from krea_runner.diagnose.hang import judge_hang
 from krea_runner.errors import HistoryUnavailable, SchedulerError
 from krea_runner.history.store import History, Lease, LeaseLost, TickRecord
 from krea_runner.model import (
-    ActionKind,
     Attempt,
     AttemptKey,
-    Decision,
     DecisionKind,
     Finding,
-    Incident,
     JobRecord,
     JobState,
     Run,
     RunState,
     Snapshot,
-    Symptom,
     Watch,
 )
 from krea_runner.observe.snapshot import observe
 from krea_runner.schedulers import Scheduler
 from krea_runner.supervise.act import Work, carry_out, is_the_runs_own
+from krea_runner.supervise.attempts import action_for, closed, last_sign_mono, note_recovery, queue_line, updated
 from krea_runner.supervise.evidence import keep_evidence
 from krea_runner.supervise.lease import take_lease
 
@@ -191,18 +188,20 @@ def _tick_run(
         told, known = job.restart_count, latest.key.restart_count
         return RunLine(run, f"could not see: told of restart {told} when {known} is on record", blind=True)
 
+    if job.state is JobState.COMPLETING and job.restart_count > (latest.key.restart_count if latest else 0):
+        return RunLine(run, "requeued, its last start is still ending")  # how, is not told before it has
     line = _settle_past(supervisor, scheduler, run, job, lease)
     attempt, before = _attempt_of(supervisor, run, job)
     snapshot = observe(run, job, attempt, _remembered(supervisor, attempt), supervisor.clock)
     if job.state.is_ended:
         snapshot = replace(snapshot, accounted=_accounted(supervisor, scheduler, attempt.key))
     finding = diagnose_end(snapshot)
-    attempt = _update_attempt(attempt, snapshot, finding)
+    attempt = updated(attempt, snapshot, finding)
     snapshot = replace(snapshot, attempt=attempt)
     if not supervisor.dry_run:
         history.save_observation(attempt, snapshot.watch)
         _remember(supervisor, attempt, snapshot.watch)
-        _note_recovery(history, run, before, snapshot)
+        note_recovery(history, run, before, snapshot)
 
     if line is not None:
         return line
@@ -214,7 +213,7 @@ def _tick_run(
     finding = finding or hang.finding
     if finding is None:
         report.snapshots.append(snapshot)
-        text = hang.line if job.state is JobState.RUNNING else _queue_line(job)
+        text = hang.line if job.state is JobState.RUNNING else queue_line(job)
         return RunLine(run, text, blind=hang.blind)
     return _handle(supervisor, snapshot, attempt, finding, lease)
 
@@ -245,7 +244,7 @@ def _handle(supervisor: Supervisor, snapshot: Snapshot, attempt: Attempt, findin
     line = RunLine(run, f"{finding.summary} → {decision.kind}: {decision.reason}", news=True)
     if supervisor.dry_run:
         return line
-    kind = _action_for(decision, finding, back=back, held=held)
+    kind = action_for(decision, finding, back=back, held=held)
     history.record_incident(
         lease,
         attempt,
@@ -258,15 +257,6 @@ def _handle(supervisor: Supervisor, snapshot: Snapshot, attempt: Attempt, findin
     )
     keep_evidence(snapshot, finding)
     return line
-
-
-def _action_for(decision: Decision, finding: Finding, *, back: bool, held: str) -> ActionKind | None:
-    if decision.kind is DecisionKind.REQUEUE:
-        return ActionKind.RELEASE if back and held else ActionKind.REQUEUE
-    if decision.kind is DecisionKind.RESUBMIT:
-        return ActionKind.RESUBMIT
-    slurms_own = decision.kind is DecisionKind.WAIT and finding.symptom in {Symptom.NODE_FAIL, Symptom.PREEMPTED}
-    return ActionKind.START if back and slurms_own and not held else None
 
 
 def _find_submission(supervisor: Supervisor, run: Run, jobs: Mapping[str, JobRecord]) -> RunLine:
@@ -305,21 +295,14 @@ def _job_gone(supervisor: Supervisor, run: Run, attempt: Attempt | None, lease: 
                 run.run_id, RunState.DONE, "completed (its script says so)", now=snapshot.wall_at
             )
         return RunLine(run, "done: the script ended well, Slurm has forgotten the job", news=True)
-    silent_s = snapshot.mono - _last_sign_mono(snapshot)
+    silent_s = snapshot.mono - last_sign_mono(snapshot)
     if finding is None or (finding.cause == "record_purged" and silent_s < GONE_S):
         return RunLine(run, f"{unknown}; its ranks silent for {silent_s:.0f} of {GONE_S:.0f} s", blind=True)
     line = _handle(supervisor, snapshot, attempt, finding, lease)
     if not supervisor.dry_run:
-        closed = _closed(attempt, snapshot, finding)
-        supervisor.history.save_observation(closed, snapshot.watch)
+        ended = closed(attempt, snapshot, finding)
+        supervisor.history.save_observation(ended, snapshot.watch)
     return line
-
-
-def _last_sign_mono(snapshot: Snapshot) -> float:
-    watch = snapshot.watch
-    if watch is None:
-        return snapshot.mono
-    return max([watch.since_mono, watch.log_moved_mono, *(rank.flush_moved_mono for rank in watch.ranks)])
 
 
 def _end_ghosts(supervisor: Supervisor, scheduler: Scheduler, jobs: Mapping[str, JobRecord]) -> list[RunLine]:
@@ -369,48 +352,6 @@ def _remember(supervisor: Supervisor, attempt: Attempt, watch: Watch | None) -> 
         supervisor.memory[attempt.attempt_id] = watch
 
 
-def _update_attempt(attempt: Attempt, snapshot: Snapshot, finding: Finding | None) -> Attempt:
-    job, watch = snapshot.job, snapshot.watch
-    if job is None:
-        return attempt
-    if attempt.submitted_at is None:
-        attempt = replace(attempt, submitted_at=job.submitted_at)
-    if job.state.is_queued:
-        return attempt
-    step = max((rank.step for rank in watch.ranks), default=-1) if watch else -1
-    attempt = replace(
-        attempt,
-        started_at=attempt.started_at if attempt.started_at is not None else job.started_at,
-        nodelist=job.nodelist if len(job.nodelist) >= len(attempt.nodelist) else attempt.nodelist,
-        first_step=step if attempt.first_step is None and step >= 0 else attempt.first_step,
-        last_step=step if step >= 0 else attempt.last_step,
-    )
-    return _closed(attempt, snapshot, finding) if job.state.is_ended else attempt
-
-
-def _closed(attempt: Attempt, snapshot: Snapshot, finding: Finding | None) -> Attempt:
-    """With its end: the state, code and signal, when, on which node, by whom."""
-    end = end_of(snapshot)
-    if end is None:
-        return attempt
-    job, accounted = snapshot.job, snapshot.accounted
-    told = job if job is not None and job.restart_count == attempt.key.restart_count else accounted
-    ended_at = (told.ended_at if told else None) or (
-        snapshot.script_end.at if snapshot.script_end else snapshot.wall_at
-    )
-    return replace(
-        attempt,
-        started_at=attempt.started_at if attempt.started_at is not None or told is None else told.started_at,
-        ended_at=ended_at,
-        end_state=end.state,
-        exit_code=end.exit_code,
-        signal=end.signal,
-        nodelist=attempt.nodelist or (told.nodelist if told else ""),
-        end_node=finding.node if finding else "",
-        ended_by=finding.by if finding else "job",
-    )
-
-
 def _settle_past(
     supervisor: Supervisor, scheduler: Scheduler, run: Run, job: JobRecord, lease: Lease
 ) -> RunLine | None:
@@ -433,14 +374,14 @@ def _settle_past(
         snapshot = observe(run, job, attempt, None, supervisor.clock)
         snapshot = replace(snapshot, accounted=_accounted(supervisor, scheduler, key), watch=None)
         if key in recorded:  # ended by us: a hang
-            closed = replace(_closed(attempt, snapshot, None), end_state=JobState.REQUEUED, ended_by="krea-runner")
+            ended = replace(closed(attempt, snapshot, None), end_state=JobState.REQUEUED, ended_by="krea-runner")
         else:
             finding = diagnose_end(snapshot)
-            closed = _closed(attempt, snapshot, finding)
+            ended = closed(attempt, snapshot, finding)
             if finding is not None:
                 last = replace(job, restart_count=count + 1) if count + 1 < job.restart_count else job
-                line = _handle(supervisor, replace(snapshot, job=last), closed, finding, lease)
-        history.save_observation(closed, history.watch(attempt.attempt_id))
+                line = _handle(supervisor, replace(snapshot, job=last), ended, finding, lease)
+        history.save_observation(ended, history.watch(attempt.attempt_id))
     return line
 
 
@@ -455,27 +396,6 @@ def _accounted(supervisor: Supervisor, scheduler: Scheduler, key: AttemptKey) ->
         supervisor.accounting_is_away = True
         return None
     return next((start for start in starts if start.restart_count == key.restart_count), None)
-
-
-def _note_recovery(history: History, run: Run, before: Attempt | None, snapshot: Snapshot) -> None:
-    """The restart that followed an incident: when it ran, when it stepped."""
-    attempt, job = snapshot.attempt, snapshot.job
-    if before is None or attempt is None or job is None or not job.state.is_live:
-        return
-    incident: Incident | None = next(
-        (known for known in history.incidents(run_id=run.run_id) if known.attempt == before.key), None
-    )
-    if incident is None:
-        return
-    if incident.restarted_at is None and job.state is not JobState.COMPLETING:
-        history.note_recovery(incident.incident_id, restarted_at=snapshot.wall_at)
-    if incident.resumed_at is None and attempt.first_step is not None:
-        history.note_recovery(incident.incident_id, resumed=(snapshot.wall_at, attempt.first_step))
-
-
-def _queue_line(job: JobRecord) -> str:
-    reason = f" ({job.reason})" if job.reason not in {"", "None"} else ""
-    return f"{job.raw_state.lower()}{reason}"
 
 
 # ------------------------------------------------------------------------------------------------- between two ticks

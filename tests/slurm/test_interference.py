@@ -141,7 +141,7 @@ def test_a_node_set_down_is_requeued_by_slurm_and_only_by_slurm(desk: Desk) -> N
         until(lambda: desk.job(job_id)[0] == "PENDING", "Slurm's own requeue")
         desk.tick()
         desk.tick()
-        assert (desk.job(job_id)[1], desk.incidents()) == (1, [("requeued_elsewhere", "WAIT")])
+        assert (desk.job(job_id)[1], desk.incidents()) == (1, [("node_fail", "WAIT")])
     finally:
         desk.operator("scontrol", "update", f"nodename={node}", "state=resume")
 

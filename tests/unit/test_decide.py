@@ -108,7 +108,7 @@ TABLE = [
         K.HOLD,
         "3 times without any checkpoint",
     ),
-    ("a run in the wrong directory", {"finding": finding(cause="bad_workdir")}, K.HOLD, "make the directory"),
+    ("a run in the wrong directory", {"finding": finding(cause="ran_in_tmp")}, K.HOLD, "make the directory"),
     ("a hidden failure", {"finding": finding(cause="hidden_failure")}, K.HOLD, "krea-runner stop"),
     ("a job gone from the queue", {"finding": finding(cause="vanished")}, K.HOLD, "cancel"),
     ("observe mode", {"policy": Policy(mode="observe")}, K.WAIT, "would REQUEUE"),

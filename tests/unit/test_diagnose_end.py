@@ -198,7 +198,7 @@ OOM = (
 def test_a_rank_killed_for_want_of_memory_is_named_with_its_node(gang) -> None:
     finding = diagnose_end(ended(gang, JobState.FAILED, exit_code=1, tail=OOM))
     assert (finding.cause, finding.node) == ("out_of_memory", "n2")
-    assert "rank 1 on n2 out Of Memory" in finding.summary
+    assert "rank 1 on n2 was killed for want of memory" in finding.summary
 
 
 def test_a_script_whose_output_cannot_be_opened_is_told_from_one_that_was_killed(gang) -> None:
@@ -212,6 +212,6 @@ def test_completed_is_not_believed_of_a_script_that_hides_its_steps_end(gang) ->
     hidden = diagnose_end(ended(gang, JobState.COMPLETED, tail="srun: error: n3: task 2: Segmentation fault\n"))
     assert (hidden.cause, hidden.node) == ("hidden_failure", "n3")
     in_tmp = "slurmstepd-n1: error: couldn't chdir to `/gone': No such file or directory: going to /tmp instead\n"
-    assert diagnose_end(ended(gang, JobState.COMPLETED, tail=in_tmp)).cause == "bad_workdir"
+    assert diagnose_end(ended(gang, JobState.COMPLETED, tail=in_tmp)).cause == "ran_in_tmp"
     ours = ended(gang, JobState.COMPLETED, tail="srun: error: n3: task 2: Killed\n", script_end=ScriptEnd(0, 0.0))
     assert diagnose_end(ours) is None

@@ -355,6 +355,27 @@ def test_a_notice_goes_on_to_srun_and_the_exit_code_stays_sruns(
     assert stage.events(config)[-1]["exit_code"] == srun_exit
 
 
+@pytest.mark.parametrize(("srun_exit", "code"), [(0, 75), (5, 5)])
+def test_an_end_soon_after_the_notice_of_the_time_limit_is_marked_and_zero_is_requeue_me(
+    stage: Stage, srun_exit: int, code: int
+) -> None:
+    config = stage.config(slurm=MappingProxyType({"signal": "B:USR1@300"}))
+    process = stage.start(config, exit_at="SIGUSR1", srun_exit=srun_exit)
+    until(stage.record.exists, "srun")
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=30)
+    assert process.returncode == code
+    end = stage.events(config)[-1]
+    assert (end["exit_code"], end["warned"]) == (code, True)
+
+
+def test_an_end_without_a_notice_is_not_marked(stage: Stage) -> None:
+    config = stage.config(slurm=MappingProxyType({"signal": "B:USR1@300"}))
+    stage.run(config)
+    assert "warned" not in stage.events(config)[-1]
+    assert stage.events(config)[-1]["exit_code"] == 0
+
+
 def test_an_srun_that_is_killed_is_not_a_success(stage: Stage) -> None:
     config = stage.config()
     process = stage.start(config, exit_at="SIGTERM")

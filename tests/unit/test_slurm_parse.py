@@ -5,8 +5,8 @@ import pytest
 from krea_runner.errors import JobNotFound, RequeueDisabled, SchedulerError, SchedulerOutputError, SchedulerUnavailable
 from krea_runner.model import JobRecord, JobState
 from krea_runner.schedulers.slurm_parse import (
-    REASON_END,
     ROW_END,
+    TEXT_END,
     answers,
     job_state,
     parse_config,
@@ -105,7 +105,7 @@ def test_no_output_is_no_jobs(version) -> None:
     assert parse_squeue("", "squeue: a plugin's greeting\n") == []
 
 
-GOOD = f"7|RUNNING|0|0|1796136529|1796136529|NONE|n1|n1|1|alice|None{REASON_END}(null){ROW_END}\n"
+GOOD = f"7|RUNNING|0|0|1796136529|1796136529|NONE|n1|n1|1|alice|None{TEXT_END}llm{TEXT_END}(null){ROW_END}\n"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ GOOD = f"7|RUNNING|0|0|1796136529|1796136529|NONE|n1|n1|1|alice|None{REASON_END}
         GOOD[:-1],
         GOOD + GOOD[:20],
         "slurm_load_jobs: hello\n" + ROW_END + "\n",
-        GOOD.replace(REASON_END, ""),
+        GOOD.replace(TEXT_END, ""),
         GOOD.replace("|n1|n1", ""),
         GOOD.replace("1796136529", "2026-12-01T14:00:00"),
         GOOD.replace("|0|0|", "|many|0|"),
@@ -135,7 +135,7 @@ def test_reason_may_hold_bars_and_line_breaks() -> None:
 
 
 def test_a_comment_may_hold_what_ends_a_row() -> None:
-    comment = f"a|b{REASON_END}c{ROW_END}\nd{ROW_END}"
+    comment = f"a|b{TEXT_END}c{ROW_END}\nd{ROW_END}"
     first, second = parse_squeue(GOOD.replace("(null)", comment) + GOOD.replace("7|", "8|", 1))
     assert (first.job_id, first.comment, second.job_id) == ("7", comment, "8")
 

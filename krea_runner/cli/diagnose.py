@@ -1,0 +1,127 @@
+"""krea-runner diagnose, krea-runner signatures test"""
+
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from krea_runner.diagnose.layout import Layout
+    from krea_runner.diagnose.verdict import Evidence, Verdict
+
+
+def diagnose(
+    logs: Annotated[list[str], typer.Argument(metavar="LOG...", help="Logs of one attempt; a directory; - for standard input.")],
+    job: Annotated[Path | None, typer.Option("--job", metavar="FILE", help="job.json: nodes, GPUs, launcher.")] = None,
+    dmesg: Annotated[list[str] | None, typer.Option("--dmesg", metavar="NODE=FILE", help="Kernel log of a node.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
+    table: Annotated[
+        list[Path] | None, typer.Option("--signatures", metavar="FILE", help="Also your own signatures.")
+    ] = None,
+) -> None:
+    """Say why a job died, and who did it.
+
+    Reads logs, prints one answer of at most twelve lines. Needs no configuration and changes nothing. Exit code 0 with
+    any verdict, also when nothing is wrong.
+
+    Example: krea-runner diagnose slurm-4711.out
+    """
+    from krea_runner.diagnose.logs import diagnose as find_cause
+    from krea_runner.diagnose.signatures import load_catalog
+
+    verdict = find_cause(
+        logs, layout=_layout(job), dmesg=dict(_node_file(item) for item in dmesg or []), catalog=load_catalog(tuple(table or ()))
+    )
+    sys.stdout.write((json.dumps(document(verdict), indent=2) if as_json else "\n".join(lines(verdict))) + "\n")
+
+
+def _layout(job: Path | None) -> "Layout":
+    from krea_runner.diagnose.layout import Layout, from_job
+    from krea_runner.errors import KreaRunnerError, NotFound
+
+    if job is None:
+        return Layout()
+    try:
+        read = json.loads(job.read_bytes())
+    except FileNotFoundError as error:
+        raise NotFound(f"there is no {job}", hint="krea-runner diagnose LOG  also works without --job") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise KreaRunnerError(f"cannot read {job}: {error}", hint="it must be one JSON object") from error
+    if not isinstance(read, dict):
+        raise KreaRunnerError(f"{job} is not a JSON object", hint='for example {"nodes": ["n1", "n2"], "gpus_per_node": 8}')
+    return from_job(read)
+
+
+def _node_file(item: str) -> tuple[str, str]:
+    node, equals, name = item.partition("=")
+    if not equals or not node or not name:
+        raise typer.BadParameter(f"{item!r} is not NODE=FILE", param_hint="--dmesg")
+    return node, name
+
+
+def document(verdict: "Verdict") -> dict[str, Any]:
+    suspects = verdict.suspects
+    return {
+        "schema_version": 1,
+        "cause": verdict.cause,
+        "policy": verdict.policy,
+        "retryable": verdict.retryable,
+        "title": verdict.title,
+        "advice": verdict.advice,
+        "symptom": verdict.symptom,
+        "confidence": verdict.confidence,
+        "why": verdict.why,
+        "suspects": {
+            "nodes": list(suspects.nodes),
+            "ranks": list(suspects.ranks),
+            "gpus": list(suspects.gpus),
+            "reasons": [{"kind": s.kind, "name": s.name, "reason": s.reason} for s in suspects.reasons],
+        },
+        "first_evidence": None if verdict.first_evidence is None else _evidence(verdict.first_evidence),
+        "evidence": [_evidence(item) for item in verdict.evidence],
+        "fallout": [_evidence(item) for item in verdict.fallout],
+        "problems": list(verdict.problems),
+    }
+
+
+def _evidence(item: "Evidence") -> dict[str, Any]:
+    return {
+        "file": item.file, "line": item.line, "text": item.text, "signature": item.signature,
+        "time": None if item.at is None else _clock(item.at), "rank": item.rank, "node": item.node or None,
+        "gpu": item.gpu or None, "count": item.count,
+    }  # fmt: skip
+
+
+def _clock(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+
+
+def lines(verdict: "Verdict") -> list[str]:
+    """At most twelve. Everything that comes from a log is escaped."""
+    shown = [f"{verdict.title}  [{verdict.cause}]"]
+    first = verdict.first_evidence
+    if first is not None:
+        where = [f"rank {first.rank}" if first.rank is not None else "", first.node, first.gpu, _clock(first.at) if first.at else ""]
+        shown.append(f"first    {safe(first.file)}:{first.line}  {safe('  '.join(part for part in where if part))}".rstrip())
+        shown.append(f"         {safe(first.text.strip())[:160]}")
+    for kind, names in (
+        ("nodes", verdict.suspects.nodes), ("ranks", [str(r) for r in verdict.suspects.ranks]), ("GPUs", verdict.suspects.gpus)
+    ):  # fmt: skip
+        if names:
+            shown.append(f"suspect  {kind} {safe(', '.join(names[:12]))}{f' and {len(names) - 12} more' if len(names) > 12 else ''}")
+    if verdict.suspects.reasons:
+        shown.append(f"because  {safe(verdict.suspects.reasons[0].reason)}")
+    if verdict.fallout and first is not None:
+        folded = ", ".join(f"{item.signature} ({item.count})" for item in verdict.fallout[:4])
+        shown.append(f"fallout  {safe(folded)}")
+    shown.append(f"do       {verdict.advice}  [{verdict.policy}]")
+    shown.append(f"sure     {verdict.confidence}: {safe(verdict.why)}")
+    shown += [f"unread   {safe(problem)}" for problem in verdict.problems[: 12 - len(shown)]]
+    return shown[:12]
+
+
+def safe(text: str) -> str:
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)

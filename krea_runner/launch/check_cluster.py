@@ -1,0 +1,218 @@
+"""Rules about the cluster and its file systems: partition, preemption, times, places."""
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
+from pathlib import PurePosixPath
+
+from krea_runner.config.durations import is_slurm_time
+from krea_runner.launch.check import Hit, Job, Severity
+from krea_runner.launch.check_exit import asked_signal
+from krea_runner.schedulers.slurm_facts import ClusterFacts
+
+# sbatch's own words; --signal may come up to this much early, and limits are checked in rounds (sbatch.1; 22.05.8).
+SIGNAL_ROUND_S = 60
+# With nothing better known: loading, compiling, the first step.
+STARTUP_S = 600.0
+
+
+def slurm_seconds(text: str | None) -> float | None:
+    """Seconds of a limit in Slurm's form; None where there is none: empty, NONE, UNLIMITED, 0."""
+    if not text or not is_slurm_time(text) or text.upper() in {"UNLIMITED", "INFINITE", "0"}:
+        return None
+    days, dash, clock = text.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    if dash:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    elif len(parts) == 1:
+        hours, minutes, seconds = 0, parts[0], 0
+    else:
+        hours, minutes, seconds = (0, *parts) if len(parts) == 2 else (parts[0], parts[1], parts[2])
+    return float(int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds) or None
+
+
+def _partitions(job: Job, cluster: ClusterFacts) -> Iterator[Mapping[str, str]]:
+    """Those that the job may start in and that are known."""
+    names = job.option("partition") or job.facts.environ.get("SBATCH_PARTITION")
+    for name in names.split(",") if names else [None]:
+        partition = cluster.partition(name)
+        if partition is not None:
+            yield partition
+
+
+def unknown_partition(job: Job) -> Iterator[Hit]:
+    for name in (job.option("partition") or "").split(","):
+        if name and job.cluster.partition(name) is None:
+            known = ", ".join(sorted(job.cluster.partitions)) or "none"
+            yield Hit(job.line_of("partition"), saw=f"there are: {known}", fix="--partition=NAME, of: sinfo -s")
+
+
+def preempted_by_cancel(job: Job) -> Iterator[Hit]:
+    for partition in _partitions(job, job.cluster):
+        said = preempt_mode(job.cluster, partition, job.option("qos"))
+        if said and "CANCEL" in said.upper():
+            yield Hit(job.line_of("qos", "partition"), saw=f"partition {partition['PartitionName']}: {said}")
+            return
+
+
+def preempt_mode(cluster: ClusterFacts, partition: Mapping[str, str], qos: str | None) -> str:
+    """Who decides and what: `PreemptMode=CANCEL`; empty where nobody is preempted. With preempt/qos the job's QOS decides,
+    unless it says `cluster`; else the partition's mode, which is the configuration's where it has none (slurm.conf.5)."""
+    kind = cluster.config.get("PreemptType", "")
+    if "none" in kind or not kind:
+        return ""
+    if "qos" in kind:
+        mode = cluster.qos_preempt.get(qos or "normal", "cluster")
+        if mode.lower() != "cluster":
+            return f"PreemptMode={mode} of the QOS {qos or 'normal'}"
+    return f"PreemptMode={partition.get('PreemptMode') or cluster.config.get('PreemptMode', '')}"
+
+
+# ---------------------------------------------------------------------------------------------------------------- times
+
+
+def limit_above_partition(job: Job) -> Iterator[Hit]:
+    asked = slurm_seconds(job.option("time"))
+    limits = [(slurm_seconds(each.get("MaxTime")), each) for each in _partitions(job, job.cluster)]
+    if asked is not None and limits and all(limit is not None and asked > limit for limit, _ in limits):
+        _, partition = max(limits, key=lambda pair: pair[0] or 0.0)
+        most = partition.get("MaxTime", "")
+        yield Hit(job.line_of("time"), saw=f"MaxTime={most} in {partition['PartitionName']}", fix=f"--time={most}")
+
+
+def _limit(job: Job) -> tuple[float | None, str]:
+    """The time limit that the job will have, and where it comes from."""
+    if "time" in job.options:
+        return slurm_seconds(job.option("time")), f"--time={job.option('time')}"
+    cluster = job.facts.cluster
+    for partition in _partitions(job, cluster) if cluster else ():
+        for key in ("DefaultTime", "MaxTime"):  # without a default the maximum holds (slurm.conf.5)
+            if seconds := slurm_seconds(partition.get(key)):
+                return seconds, f"{key}={partition[key]} of {partition['PartitionName']}"
+    return None, ""
+
+
+def limit_below_checkpoint(job: Job) -> Iterator[Hit]:
+    limit, source = _limit(job)
+    if limit is None:
+        return
+    every, startup = job.facts.checkpoint_every_s, job.facts.startup_s
+    needed = (startup or STARTUP_S) + (every or 0.0) + (job.facts.checkpoint_s or 0.0)
+    if limit >= needed:
+        return
+    parts = [f"start {_span(startup or STARTUP_S)}" + ("" if startup else " (assumed)")]
+    parts += [f"interval {_span(every)}" if every else "interval not known"]
+    parts += [f"saving {_span(job.facts.checkpoint_s)}"] if job.facts.checkpoint_s else []
+    fix = f"--time={int(needed * 2 + 59) // 60} or more (minutes)"
+    # Budgets are upper bounds: with them alone it is likely, not certain.
+    certain = every is not None and limit < every
+    severity = None if certain else Severity.WARNING if startup or every else Severity.NOTE
+    yield Hit(
+        job.line_of("time"),
+        text="" if "time" in job.options else "(no --time)",
+        saw=f"{source}; {', '.join(parts)}",
+        fix=fix,
+        severity=severity,
+    )
+
+
+def signal_too_late(job: Job) -> Iterator[Hit]:
+    asked = asked_signal(job)
+    if asked is None:
+        return
+    target, name, lead = asked
+    saving = job.facts.checkpoint_s
+    wanted = int(max(SIGNAL_ROUND_S, saving or 0.0))
+    if lead < wanted:
+        why = (
+            f"saving may take {_span(saving)}"
+            if saving and saving > SIGNAL_ROUND_S
+            else "60 s is the least that Slurm counts in"
+        )
+        prefix = f"{target}:" if target else ""
+        yield Hit(job.options["signal"].line, saw=f"{lead} s; {why}", fix=f"--signal={prefix}{name}@{wanted + 60}")
+
+
+def _span(seconds: float | None) -> str:
+    value = seconds or 0.0
+    return f"{value / 3600:g} h" if value >= 7200 else f"{value / 60:g} min" if value >= 120 else f"{value:g} s"
+
+
+# --------------------------------------------------------------------------------------------------------------- places
+
+# Places that each node has for itself nearly everywhere. What a site calls otherwise cannot be known.
+_LOCAL_PLACES = re.compile(
+    r"(/tmp|/var/tmp|/dev/shm|/run|/scratch/local|/local|/localscratch|/local_scratch|/lscratch|/ssd|/nvme|/mnt/(nvme|ssd|local)\w*)(/|$)"
+    r"|\$\{?(TMPDIR|SLURM_TMPDIR|LOCAL_SCRATCH|LSCRATCH|TMP)\b"
+)
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+_SHARED = re.compile(
+    r"nfs|lustre|gpfs|beegfs|ceph|wekafs|pvfs|orangefs|panfs|glusterfs|afs|cifs|smb|9p|virtiofs|fuse|mmfs|vast|daos"
+)
+_KEPT_NAME = re.compile(
+    r"(ckpt|checkpoint|save|resume|output_?dir|out_?dir|log_?dir|logging_dir|default_root_dir|run_dir)", re.IGNORECASE
+)
+
+
+def node_local(job: Job) -> Iterator[Hit]:
+    for path, line, what in _places(job):
+        kind = job.facts.file_system(path) if path.startswith("/") else ""
+        if _SHARED.search(kind):
+            continue
+        if _LOCAL_PLACES.match(path):
+            yield Hit(line, saw=f"{what} {path} is usually each node's own")
+        elif kind in _IN_MEMORY:
+            yield Hit(line, saw=f"{what} {path} is in memory here ({kind})")
+        elif kind:
+            saw = f"{what} {path} is on {kind} here: shared only if this host exports it"
+            yield Hit(line, saw=saw, severity=Severity.NOTE)
+
+
+def _places(job: Job) -> Iterator[tuple[str, int, str]]:
+    """(path, line, what it is), once a line: logs and checkpoints of this job."""
+    if job.ours is not None:
+        shared = job.ours.directories if job.asks_slurm else ()
+        yield from ((path, -line, what) for path, line, what in shared)
+        return
+    here = PurePosixPath(job.facts.submit_dir, job.option("chdir") or "")
+    for name in ("output", "error"):
+        if name in job.options or name == "output":
+            yield str(here / (job.option(name) or "slurm-%j.out")), job.line_of(name, "chdir"), "the log"
+    seen: set[int] = set()
+    for shell in job.shells:
+        for command in shell.flat:
+            words = [*command.assignments, *command.words]
+            for word, following in zip_longest(words, words[1:]):
+                name, equals, value = word.value.partition("=")
+                if not equals and name.startswith("-") and following is not None:
+                    value = following.value
+                if _KEPT_NAME.search(name) and re.search(r"[/$]", value) and word.line not in seen:
+                    seen.add(word.line)
+                    yield value, word.line, name.lstrip("-")
+
+
+def missing_log_folder(job: Job) -> Iterator[Hit]:
+    if job.ours is not None:
+        return  # we make it
+    for name in ("output", "error"):
+        folder = str(PurePosixPath(job.option(name) or "").parent)
+        if name not in job.options or folder == "." or re.search(r"[$`~]", folder):
+            continue
+        line = job.options[name].line
+        whole = str(PurePosixPath(job.facts.submit_dir, job.option("chdir") or "", folder))
+        if "%" in folder:
+            if re.search(r"%\d*[jJAan]", folder):
+                yield Hit(
+                    line,
+                    saw=f"{folder} is a new folder for each job, and Slurm makes none",
+                    fix="move the pattern into the file's name",
+                )
+        elif not job.facts.exists(whole):
+            yield Hit(line, saw=f"{whole} is not there, seen from this host", fix=f"mkdir -p {whole}")
+            return
+
+
+def missing_workdir(job: Job) -> Iterator[Hit]:
+    folder = job.option("chdir") or ""
+    if folder.startswith("/") and not re.search(r"[$`%]", folder) and not job.facts.exists(folder):
+        yield Hit(job.line_of("chdir"), saw=f"{folder} is not there, seen from this host", fix=f"mkdir -p {folder}")
