@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from krea_runner.errors import JobNotFound, SchedulerError
 from krea_runner.schedulers.slurm_cli import ask, squeue_argv
-from krea_runner.schedulers.slurm_parse import REASON_END, ROW_END, unreadable
+from krea_runner.schedulers.slurm_parse import ROW_END, TEXT_END, unreadable
 
 _WORDS = ("JobArrayID", "JobID", "Partition", "NumNodes", "NumTasks", "TimeLimit", "BatchHost", "BatchFlag")
 # Any character may stand in these: `scontrol show job` prints them raw, line breaks and all, and cannot be read safely.
 _TEXTS = ("Name", "WorkDir", "Command", "STDOUT")
-FORMAT = ",".join([*(f"{field}:{REASON_END}" for field in (*_WORDS, *_TEXTS[:-1])), f"{_TEXTS[-1]}:{ROW_END}"])
+FORMAT = ",".join([*(f"{field}:{TEXT_END}" for field in (*_WORDS, *_TEXTS[:-1])), f"{_TEXTS[-1]}:{ROW_END}"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def parse_descriptions(stdout: str) -> list[JobDescription]:
 
 
 def _description(row: str) -> JobDescription:
-    values = [_text(value) for value in row.split(REASON_END)]
+    values = [_text(value) for value in row.split(TEXT_END)]
     try:
         job_id, raw_id, partition, nodes, tasks, limit, batch_node, batch, name, workdir, command, stdout = values
         return JobDescription(
