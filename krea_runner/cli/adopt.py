@@ -62,7 +62,7 @@ def adopt(
         text = f"job {job.job_id} is looked after already: run {one_line(known.name)!r}, {known.state}"
         _say(text, as_json, known.config, job.job_id, known.run_id, [])
         return
-    adopting.refuse(record, user, is_root=user == "root")
+    adopting.refuse(record, user, is_root=user == "root", has_script=job.has_script)
     given = adopting.Given(name, run_dir, log, checkpoint_dir, checkpoint_pattern, checkpoint_complete, mode)
     given = _answered(given, adopting.questions(job, record, given, record.user), job.job_id)
     config = adopting.config_of(job, record, given, record.user)
@@ -84,10 +84,12 @@ def _answered(given: "Given", asked: list["Question"], job_id: str) -> "Given":
         return given
     if not sys.stdin.isatty():
         flags = " ".join(f"{question.flag} ..." for question in asked)
-        raise KreaRunnerError(
+        error = KreaRunnerError(
             "Slurm does not know: " + "; ".join(f"{question.text} ({question.flag})" for question in asked),
             hint=f"krea-runner adopt {job_id} {flags}",
         )
+        error.exit_code = 2  # usage
+        raise error
     answers: dict[str, Any] = {}
     for question in asked:
         said = typer.prompt(question.text, default="", show_default=False)

@@ -62,7 +62,7 @@ def log_of(job: JobDescription, record: JobRecord, user: str) -> Path | None:
     return Path(names[0]) if record.state.is_queued and "*" not in "".join(names) else None
 
 
-def refuse(record: JobRecord, user: str, *, is_root: bool) -> None:
+def refuse(record: JobRecord, user: str, *, is_root: bool, has_script: bool = True) -> None:
     """Raises: SchedulerError with why this job cannot be looked after, and what to do instead."""
     job_id = record.job_id
     if record.user != user and not is_root:
@@ -77,6 +77,11 @@ def refuse(record: JobRecord, user: str, *, is_root: bool) -> None:
         )
     if not (record.state.is_live or record.state.is_queued):
         raise SchedulerError(f"job {job_id} is {record.raw_state!r}, which says nothing we know")
+    if not has_script:
+        raise SchedulerError(
+            f"job {job_id} has no batch script (salloc, srun): Slurm cannot start it again",
+            hint="put what it runs into a script, then: sbatch SCRIPT; or: krea-runner submit RUN.TOML",
+        )
     if record.comment.startswith(TAG):
         raise SchedulerError(
             f"job {job_id} carries krea_runner's tag, but no run here has it: it is looked after from another place",

@@ -7,7 +7,7 @@ from krea_runner.errors import JobNotFound, SchedulerError
 from krea_runner.schedulers.slurm_cli import ask, squeue_argv
 from krea_runner.schedulers.slurm_parse import ROW_END, TEXT_END, unreadable
 
-_WORDS = ("JobArrayID", "JobID", "Partition", "NumNodes", "NumTasks", "TimeLimit", "BatchHost")
+_WORDS = ("JobArrayID", "JobID", "Partition", "NumNodes", "NumTasks", "TimeLimit", "BatchHost", "BatchFlag")
 # Any character may stand in these: `scontrol show job` prints them raw, line breaks and all, and cannot be read safely.
 _TEXTS = ("Name", "WorkDir", "Command", "STDOUT")
 FORMAT = ",".join([*(f"{field}:{TEXT_END}" for field in (*_WORDS, *_TEXTS[:-1])), f"{_TEXTS[-1]}:{ROW_END}"])
@@ -24,6 +24,8 @@ class JobDescription:
     time_limit: str
     """As sbatch takes it; `UNLIMITED`, or `Partition_Limit` while pending, where none was asked for."""
     batch_node: str
+    has_script: bool
+    """False for an allocation of salloc or srun: what runs there is started from outside."""
     name: str
     workdir: str
     command: str
@@ -34,6 +36,12 @@ class JobDescription:
 
 def describe(job_id: str) -> JobDescription:
     """Raises: JobNotFound; SchedulerError for the id of a whole array, naming its tasks; SchedulerUnavailable."""
+    leader, plus, _ = job_id.partition("+")
+    if plus:
+        raise SchedulerError(
+            f"{job_id} is a part of a heterogeneous job, which Slurm requeues as a whole",
+            hint=f"name its leader: {leader}",
+        )
     argv = squeue_argv([job_id])
     done = ask([*argv[:-1], FORMAT], doing=f"asking for job {job_id}")
     found = parse_descriptions(done.stdout)
@@ -59,13 +67,22 @@ def parse_descriptions(stdout: str) -> list[JobDescription]:
 def _description(row: str) -> JobDescription:
     values = [_text(value) for value in row.split(TEXT_END)]
     try:
-        job_id, raw_id, partition, nodes, tasks, limit, batch_node, name, workdir, command, stdout = values
+        job_id, raw_id, partition, nodes, tasks, limit, batch_node, batch, name, workdir, command, stdout = values
         return JobDescription(
-            job_id=job_id.removesuffix("+0"), raw_id=raw_id, partition=partition, nodes=int(nodes), tasks=int(tasks),
-            time_limit=limit, batch_node=batch_node, name=name, workdir=workdir, command=command, stdout=stdout,
+            job_id=job_id.removesuffix("+0"), raw_id=raw_id, partition=partition, nodes=_count(nodes), tasks=_count(tasks),
+            time_limit=limit, batch_node=batch_node, has_script=batch != "0", name=name, workdir=workdir,
+            command=command, stdout=stdout,
         )  # fmt: skip
     except ValueError as error:
         raise unreadable("squeue", row) from error
+
+
+def _count(text: str) -> int:
+    """A pending job may have a range, `2-4`; from 1024 on squeue writes `1K` where that is exact (22.05.8)."""
+    match = re.fullmatch(r"(\d+)([KMG]?)(-\d+[KMG]?)?", text)
+    if match is None:
+        raise ValueError(text)
+    return int(match[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[match[2]]
 
 
 def _text(value: str) -> str:

@@ -109,7 +109,7 @@ def test_a_job_is_adopted_once_and_a_cancelled_one_is_left_alone(desk: Desk) -> 
 def test_without_a_terminal_the_flags_to_type_are_named(desk: Desk) -> None:
     job_id = desk.start("-o", "/dev/null")
     asked = desk.krea("adopt", job_id, check=False)
-    assert asked.returncode == 1
+    assert asked.returncode == 2
     assert f"krea-runner adopt {job_id} --log ... --checkpoint-dir ..." in asked.stderr
     assert desk.runs() == []
     dry = desk.krea("adopt", job_id, "--log", "/dev/null", "--checkpoint-dir", "", "--dry-run")
@@ -124,6 +124,15 @@ def test_an_array_is_adopted_task_by_task(desk: Desk) -> None:
     until((desk.folder / f"slurm-{job_id}_2.txt").exists, "its log")
     task = json.loads(desk.krea("adopt", f"{job_id}_2", "--checkpoint-dir", "", "--json").stdout)
     assert (task["job_id"], task["log"]) == (f"{job_id}_2", str(desk.folder / f"slurm-{job_id}_2.txt"))
+
+
+def test_an_allocation_without_a_script_is_refused(desk: Desk) -> None:
+    shell = desk.user.popen(["srun", "-J", "shell", "sleep", "60"], env=desk.cluster.env)
+    until(lambda: desk.slurm("squeue", "-h", "--me", "-t", "R", "-O", "JobID:"), "its start")
+    refused = desk.krea("adopt", desk.slurm("squeue", "-h", "--me", "-O", "JobID:"), check=False)
+    shell.kill()
+    shell.communicate()
+    assert (refused.returncode, "has no batch script" in refused.stderr) == (69, True)
 
 
 def test_somebody_elses_job_is_refused(desk: Desk) -> None:

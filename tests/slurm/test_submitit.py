@@ -28,8 +28,10 @@ class Count(Checkpointable):
         self.step, self.save = 0, save
 
     def __call__(self, until):
+        beat = krea_runner.Heartbeat()
         while self.step < until:
             self.step += 1
+            beat.step(self.step)
             with open("trace", "a") as trace:
                 trace.write(json.dumps([os.environ.get("SLURM_RESTART_COUNT", "0"), self.step, os.getpid()]) + "\\n")
             if self.save:
@@ -134,6 +136,26 @@ def test_submitits_signal_saves_the_state_and_leaves_the_requeue_to_the_supervis
     desk.krea("supervise", "--once")
     assert desk.python(f"print(json.dumps(job({folder!r}, {job_id!r}).result()))") == 60
     assert next(step for restart, step, _ in desk.trace() if restart == 1) == saved_at + 1
+
+
+def test_a_hung_function_goes_on_where_it_stopped(desk: Desk) -> None:
+    desk.submit("work.Count(save=False), 6000", budgets={"step": "4s"})
+    until(lambda: len(desk.trace()) >= 5, "five steps")
+    os.kill(desk.trace()[-1][2], signal.SIGSTOP)
+    watching = desk.user.popen(
+        [sys.executable, "-m", "krea_runner", "supervise", "--every", "2s", "--for", "100s"],
+        env=desk.env,
+        cwd=desk.folder,
+    )
+    try:
+        until(lambda: any(restart == 1 for restart, _, _ in desk.trace()), "its restart", 100)
+    finally:
+        watching.kill()
+        watching.communicate()
+    before = [step for restart, step, _ in desk.trace() if restart == 0]
+    assert next(step for restart, step, _ in desk.trace() if restart == 1) == before[-1] + 1
+    (incident,) = json.loads(desk.krea("history", "--json").stdout)["incidents"]
+    assert (incident["symptom"], incident["decision"]) == ("hang", "REQUEUE")
 
 
 def test_a_requeue_by_hand_lets_the_function_save_its_state(desk: Desk) -> None:

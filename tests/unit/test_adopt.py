@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from krea_runner.cli import adopt as cli
 from krea_runner.config import config_from_json, config_to_json
 from krea_runner.diagnose.hang import judge_hang
 from krea_runner.errors import SchedulerError, SchedulerOutputError
@@ -20,19 +21,27 @@ from tests.unit.conftest import FakeClock, make_config, make_run
 
 # squeue 22.05.8: a job called "a b|c<newline>d", and two tasks of an array
 REAL = (
-    "1\x1f1\x1ftrain\x1f1\x1f1\x1f365-00:00:00\x1fn1\x1fa b|c\nd\x1f/w\x1f/w/j.sh\x1f/w/o-%x-%j-%N.out\x1e\n"
-    "2_1\x1f4\x1ftrain\x1f1\x1f1\x1f30:00\x1fn1\x1fj.sh\x1f/w\x1f/w/j.sh\x1f/w/slurm-4.out\x1e\n"
-    "2_2\x1f2\x1ftrain\x1f1\x1f1\x1f30:00\x1fn1\x1fj.sh\x1f/w\x1f(null)\x1f/w/slurm-2.out\x1e\n"
+    "1\x1f1\x1ftrain\x1f1\x1f1\x1f365-00:00:00\x1fn1\x1f1\x1fa b|c\nd\x1f/w\x1f/w/j.sh\x1f/w/o-%x-%j-%N.out\x1e\n"
+    "2_1\x1f4\x1ftrain\x1f1\x1f1\x1f30:00\x1fn1\x1f1\x1fj.sh\x1f/w\x1f/w/j.sh\x1f/w/slurm-4.out\x1e\n"
+    "2_2\x1f2\x1ftrain\x1f1\x1f1\x1f30:00\x1fn1\x1f1\x1fj.sh\x1f/w\x1f(null)\x1f/w/slurm-2.out\x1e\n"
 )
 
 
 def job(**changes) -> JobDescription:
-    base = JobDescription("41", "41", "train", 2, 4, "1:00:00", "n1", "llm", "/w", "/w/train.sh", "/w/slurm-41.out")
+    base = JobDescription(
+        "41", "41", "train", 2, 4, "1:00:00", "n1", True, "llm", "/w", "/w/train.sh", "/w/slurm-41.out"
+    )
     return replace(base, **changes)
 
 
 def record(**changes) -> JobRecord:
     return replace(JobRecord("41", JobState.RUNNING, "RUNNING", user="alice", nodelist="n[1-2]"), **changes)
+
+
+@pytest.mark.parametrize(("text", "number"), [("4", 4), ("2-4", 2), ("1K", 1024), ("2K-4K", 2048)])
+def test_counts_are_read_as_squeue_writes_them(text: str, number: int) -> None:
+    (found,) = parse_descriptions(REAL.split("\x1e\n")[1].replace("train\x1f1\x1f", f"train\x1f{text}\x1f") + "\x1e\n")
+    assert (found.nodes, found.has_script) == (number, True)
 
 
 def test_any_characters_in_a_name_are_read() -> None:
@@ -104,6 +113,8 @@ def test_a_job_that_cannot_be_looked_after_is_refused(changes, said: str) -> Non
     adopt.refuse(record(), "alice", is_root=False)
     with pytest.raises(SchedulerError, match=said) as refused:
         adopt.refuse(record(**changes), "alice", is_root=False)
+    with pytest.raises(SchedulerError, match="no batch script"):
+        adopt.refuse(record(), "alice", is_root=False, has_script=False)
     if "user" in changes:
         adopt.refuse(record(**changes), "root", is_root=True)
     else:
@@ -154,3 +165,12 @@ def test_an_adopted_job_without_heartbeats_is_no_hang_and_no_blindness(tmp_path:
     judged = judge_hang(snapshot)
     assert (judged.finding, judged.blind) == (None, False)
     assert judged.line == "adopted, no heartbeats: hangs cannot be seen; its log is silent for 14400 s"
+
+
+def test_on_a_terminal_what_is_missing_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"log": "", "checkpoints": "ckpt"}
+    asked = adopt.questions(job(stdout="/dev/null"), record(), Given(), "alice")
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("typer.prompt", lambda text, **_: next(said[word] for word in said if word in text))
+    given = cli._answered(Given(name="x"), asked, "41")
+    assert given == Given(name="x", log=Path("/dev/null"), checkpoint_dir="ckpt")

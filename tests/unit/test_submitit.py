@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+import submitit
 from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, UncompletedJobError
 from submitit.helpers import Checkpointable
 
@@ -103,6 +104,16 @@ def test_map_array_makes_a_run_of_each_call(state: Path, tmp_path: Path) -> None
     assert [run.name for run in runs] == ["sums", "sums"]
     assert {run.config.run_dir.parent for run in runs} == {tmp_path / "sweep"}
     assert dict(runs[0].config.slurm) == {"time": "10", "mem": "2048M"}
+
+
+def test_submitits_own_auto_executor_finds_ours(state: Path, tmp_path: Path) -> None:
+    executor = submitit.AutoExecutor(tmp_path / "auto", cluster="krea", krea_spec=LOCAL)
+    executor.update_parameters(name="auto", tasks_per_node=2, timeout_min=5, krea_partition="train")
+    job = executor.submit(max, 3, 4)
+    assert job.results() == [4, 4]
+    (run,) = open_history(state).list_runs()
+    assert (run.name, run.config.slurm["partition"]) == ("auto", "train")
+    assert submitit.AutoExecutor(tmp_path / "other").cluster != "krea"
 
 
 def test_cancel_is_a_stop_for_good(state: Path) -> None:
