@@ -2,6 +2,8 @@
 
     python -m tests.recordings.record [jobs] [refusals] [controller] [accounting]
 
+On clusters made for it, of any Debian release: `python -m tests.recordings trixie sid` (__main__.py).
+
 Runs as root against the cluster of $SLURM_CONF, in the checkout's root folder, and rewrites the files of the named groups
 (all of them by default) in tests/recordings/slurm-VERSION/. It submits jobs, stops and kills the controller and slurmdbd
 and starts them again, so it refuses any cluster whose controller does not keep its pid file beside slurm.conf, as a
@@ -33,6 +35,7 @@ CONF = Path(os.environ["SLURM_CONF"])
 TAG = "krea_runner/0123456789abcdef"
 NOBODY = ["runuser", "-u", "nobody", "--", "env", f"SLURM_CONF={CONF}"]
 UNKNOWN = "99999"
+NO_ACCOUNTING = ("accounting_storage/none", "(null)")  # the second from 24.11 on
 
 
 def say(*argv: str) -> str:
@@ -201,7 +204,7 @@ def controller() -> None:
 
 
 def accounting() -> None:
-    if parse_config(say("scontrol", "show", "config"))["AccountingStorageType"] == "accounting_storage/none":
+    if parse_config(say("scontrol", "show", "config"))["AccountingStorageType"] in NO_ACCOUNTING:
         record("sacct-disabled", slurm.sacct_argv(["1"]))
         return
     ids = {

@@ -72,7 +72,8 @@ class Desk:
     def exit_codes(self, job_id: str) -> tuple[int, int]:
         """As Slurm has it, and as the script has it."""
         raw = self.slurm("squeue", "-h", "-t", "all", "-j", job_id, "-O", "exit_code:20").stdout.strip()
-        return int(raw) >> 8, self.events(job_id)[-1]["exit_code"]
+        code, colon, _ = raw.partition(":")  # 22.05 gives what wait(2) does, later ones code and signal
+        return int(code) if colon else int(code) >> 8, self.events(job_id)[-1]["exit_code"]
 
     def node_log(self, job_id: str, node: int) -> str:
         return (self.run_dir.attempt_logs(AttemptKey(job_id)) / f"node-{node}.log").read_text()

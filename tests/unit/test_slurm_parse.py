@@ -154,9 +154,10 @@ SACCT_JOBS = [  # part, state, restart count, exit code, signal
 ]
 
 
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(("part", "state", "restarts", "code", "signal"), SACCT_JOBS)
-def test_accounting_row_is_read(part, state, restarts, code, signal) -> None:
-    recorded = recording("sacct-jobs")
+def test_accounting_row_is_read(version, part, state, restarts, code, signal) -> None:
+    recorded = recording("sacct-jobs", version)
     job = answers(recorded.jobs.values(), parse_sacct(recorded.stdout))[recorded.jobs[part]]
     assert (job.state, job.restart_count, job.exit_code) == (state, restarts, code)
     assert signal is None or job.signal == signal  # of a cancelled job it is 0 or 15, depending on when it is asked
@@ -164,8 +165,9 @@ def test_accounting_row_is_read(part, state, restarts, code, signal) -> None:
     assert job.nodelist == "n1"
 
 
-def test_job_that_only_accounting_calls_running_is_unknown() -> None:
-    recorded = recording("sacct-jobs")
+@pytest.mark.parametrize("version", VERSIONS)
+def test_job_that_only_accounting_calls_running_is_unknown(version) -> None:
+    recorded = recording("sacct-jobs", version)
     job = answers([recorded.jobs["running"]], parse_sacct(recorded.stdout))[recorded.jobs["running"]]
     assert (job.state, job.raw_state) == (JobState.UNKNOWN, "RUNNING (sacct, not in squeue)")
 
@@ -182,8 +184,9 @@ def test_accounting_has_a_row_for_each_start_in_order() -> None:
     assert [start.state for start in starts] == [JobState.REQUEUED, JobState.REQUEUED, JobState.FAILED]
 
 
-def test_accounting_that_knows_none_is_empty() -> None:
-    assert parse_sacct(recording("sacct-unknown").stdout) == []
+@pytest.mark.parametrize("version", VERSIONS)
+def test_accounting_that_knows_none_is_empty(version) -> None:
+    assert parse_sacct(recording("sacct-unknown", version).stdout) == []
 
 
 @pytest.mark.parametrize("line", ["5|FAILED|1:0", "5|FAILED|one|1|2|3|n1|None", "5|FAILED|1:0|soon|2|3|n1|None", ""])
@@ -220,6 +223,7 @@ def test_state_never_seen_before_is_kept_as_it_was() -> None:
     assert (job.state, job.raw_state) == (JobState.UNKNOWN, "TELEPORTING")
 
 
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
     ("case", "kind"),
     [
@@ -251,8 +255,8 @@ def test_state_never_seen_before_is_kept_as_it_was() -> None:
         ("scancel-denied", SchedulerError),
     ],
 )
-def test_refusal_says_whether_anything_is_known(case, kind) -> None:
-    recorded = recording(case)
+def test_refusal_says_whether_anything_is_known(version, case, kind) -> None:
+    recorded = recording(case, version)
     assert recorded.returncode != 0
     assert read_refusal(recorded.stderr or recorded.stdout)[0] is kind
 
@@ -277,13 +281,16 @@ def test_no_job_id_is_an_error(text) -> None:
         parse_submitted(text)
 
 
-def test_accepted_job_was_given_an_id() -> None:
-    assert parse_submitted(recording("sbatch-accepted").stdout).isdigit()
+@pytest.mark.parametrize("version", VERSIONS)
+def test_accepted_job_was_given_an_id(version) -> None:
+    assert parse_submitted(recording("sbatch-accepted", version).stdout).isdigit()
 
 
-def test_configuration_is_read() -> None:
-    config = parse_config(recording("scontrol-config").stdout)
-    assert (config["SLURM_VERSION"], config["JobRequeue"], config["MinJobAge"]) == ("22.05.8", "1", "300 sec")
+@pytest.mark.parametrize("version", VERSIONS)
+def test_configuration_is_read(version) -> None:
+    config = parse_config(recording("scontrol-config", version).stdout)
+    assert version == f"slurm-{config['SLURM_VERSION']}"
+    assert (config["JobRequeue"], config["MinJobAge"]) == ("1", "300 sec")
 
 
 def test_what_a_command_said_becomes_one_printable_line() -> None:
