@@ -91,7 +91,8 @@ def parse_sacct(stdout: str) -> list[JobRecord]:
 
     sacct 22.05 has no restart count: with -D it prints one row a start, in order, so it is the number of rows before
     (RESIZING rows, of a --no-kill job that lost a node, are not starts). Exit codes are cut to seven bits: 137 reads as
-    9:0. A row that has not ended, of a job that the controller does not know, is UNKNOWN: one of the two is behind.
+    9:0 (22.05, 24.11; whole in 26.05). A row that has not ended, of a job that the controller does not know, is UNKNOWN: one
+    of the two is behind.
     Raises: SchedulerOutputError.
     """
     last: dict[str, JobRecord] = {}
