@@ -82,7 +82,8 @@ def parse_sacct_starts(stdout: str) -> dict[str, list[JobRecord]]:
 
     sacct 22.05 has no restart count: with -D it prints one row a start, in order, so it is the number of rows before
     (RESIZING rows, of a --no-kill job that lost a node, are not starts). Exit codes are cut to seven bits: 137 reads as
-    9:0. The row of an attempt that was requeued after its end reads REQUEUED, whatever it was before.
+    9:0 (22.05, 24.11; whole in 26.05). The row of an attempt that was requeued after its end reads REQUEUED, whatever it
+    was before.
     Raises: SchedulerOutputError.
     """
     starts: dict[str, list[JobRecord]] = {}

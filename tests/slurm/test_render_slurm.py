@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import time
@@ -107,6 +108,8 @@ def test_any_folder_name_works_and_is_not_executed(desk: Desk, name: str) -> Non
     desk.folder = desk.folder / name
     desk.user.run(["mkdir", str(desk.folder)])
     desk.user.run(["touch", str(desk.folder / "run.toml")])
+    if name == "%j" and " 26." in desk.slurm("srun", "--version").stdout:
+        pytest.xfail("srun 26.05 expands --output twice: %%j is the job's id (docs/design/slurm-versions.md)")
     job_id = desk.run_to_end(desk.prepare(["pwd"]))
     assert desk.exit_codes(job_id) == (0, 0)
     assert desk.node_log(job_id, 0).splitlines()[0].endswith(f": {desk.folder}")
@@ -170,7 +173,8 @@ def test_ranks_that_never_started_for_want_of_a_log_are_a_failure(desk: Desk) ->
     desk.slurm("scontrol", "release", job_id)
     desk.wait_end(job_id)
     assert desk.exit_codes(job_id) == (1, 1)
-    assert "its ranks were not started" in desk.run_dir.batch_log(job_id).read_text()
+    # 26.05 says it itself, and exits 1.
+    assert re.search("its ranks were not started|task 0 launch failed", desk.run_dir.batch_log(job_id).read_text())
 
 
 def test_a_requeue_of_ranks_that_ignore_it_neither_hangs_nor_reads_as_success(desk: Desk) -> None:
