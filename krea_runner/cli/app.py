@@ -32,7 +32,7 @@ def main() -> None:
 def _app() -> "typer.Typer":  # Typer is loaded here, not at the top
     import typer
 
-    from krea_runner.cli import demo, doctor, history, resume, status, stop, submit, supervise
+    from krea_runner.cli import demo, doctor, history, nodes, resume, status, stop, submit, supervise
 
     app = typer.Typer(
         name="krea-runner",
@@ -66,6 +66,7 @@ def _app() -> "typer.Typer":  # Typer is loaded here, not at the top
         if state_dir is not None:
             os.environ["KREA_RUNNER_STATE_DIR"] = str(state_dir.absolute())
 
+    app.add_typer(nodes.app, name="nodes")
     for verb in (
         submit.submit, supervise.supervise, status.status, history.history, stop.stop, resume.resume, doctor.doctor, demo.demo,
     ):  # fmt: skip
