@@ -75,6 +75,10 @@ class RequeueDisabled(SchedulerError):
     """The job was submitted with --no-requeue, or the cluster has JobRequeue=0: for good, once it has ended."""
 
 
+class MayNotDrain(SchedulerError):
+    """Draining and resuming nodes is for Slurm's operators."""
+
+
 class SchedulerOutputError(SchedulerError):
     """`line` is the output that could not be read, kept whole."""
 

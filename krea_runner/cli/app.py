@@ -32,7 +32,9 @@ def main() -> None:
 def _app() -> "typer.Typer":  # Typer is loaded here, not at the top
     import typer
 
-    from krea_runner.cli import adopt, check, demo, diagnose, doctor, history, resume, status, stop, submit, supervise
+    from krea_runner.cli import (
+        adopt, check, demo, diagnose, doctor, history, nodes, resume, status, stop, submit, supervise,
+    )  # fmt: skip
 
     app = typer.Typer(
         name="krea-runner",
@@ -66,6 +68,7 @@ def _app() -> "typer.Typer":  # Typer is loaded here, not at the top
         if state_dir is not None:
             os.environ["KREA_RUNNER_STATE_DIR"] = str(state_dir.absolute())
 
+    app.add_typer(nodes.app, name="nodes")
     for verb in (
         check.check, submit.submit, adopt.adopt, supervise.supervise, status.status, history.history, stop.stop,
         resume.resume, diagnose.diagnose, doctor.doctor, demo.demo,

@@ -16,7 +16,7 @@ from sqlalchemy import (
     text,
 )
 
-HEAD = "0002"
+HEAD = "0003"
 
 metadata = MetaData()
 
@@ -127,4 +127,20 @@ ticks = Table(
     Column("user", Text, primary_key=True),
     Column("at", Float, nullable=False),
     Column("blind", Text, nullable=False),
+)
+
+# Nodes to keep off. Without a run: every run of that user. Never deleted: what was ours on a job must be told from the
+# user's own for ever. One that was taken back has expired.
+exclusions = Table(
+    "exclusions",
+    metadata,
+    Column("exclusion_id", Integer, primary_key=True),
+    Column("run_id", Integer, ForeignKey("runs.run_id")),
+    Column("user", Text, nullable=False),
+    Column("node", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("evidence", Text, nullable=False, server_default=""),
+    Column("who", Text, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
 )

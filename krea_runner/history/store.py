@@ -72,6 +72,11 @@ class History:
     def path(self) -> Path:
         return self._db.path
 
+    @property
+    def database(self) -> Database:
+        """For the modules beside this one: exclusions.py."""
+        return self._db
+
     # -------------------------------------------------------------------------------------------------------- runs
 
     def create_run(self, config: RunConfig, *, user: str, tag: str, now: float) -> Run:

@@ -1,14 +1,14 @@
 """One seam to whatever runs jobs. `slurm_cli` and `local` pass the same contract tests (tests/contract/)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from krea_runner.errors import ConfigError
+from krea_runner.errors import ConfigError, SchedulerError
 from krea_runner.model import SCHEDULERS, JobRecord
 
-__all__ = ["Check", "Scheduler", "open_scheduler"]
+__all__ = ["DRAIN_PREFIX", "Check", "NodeRecord", "Placement", "Scheduler", "open_scheduler"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,47 @@ class Check:
     ok: bool
     detail: str
     hint: str = ""
+
+
+# What a reason of ours starts with: only such a drain is ever ours to lift.
+DRAIN_PREFIX = "krea: "
+_OUT = frozenset(
+    "DOWN DRAIN DRAINED DRAINING FAIL FAILING ERROR NOT_RESPONDING UNKNOWN FUTURE INVAL INVALID_REG".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """What the scheduler says of one node now. All text comes from operators: nothing of it is trusted."""
+
+    name: str
+    raw_state: str
+    """All its flags, as Slurm prints them: `MIXED+DRAIN`, `DOWN*+DRAIN+NOT_RESPONDING`."""
+    partitions: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    gres: str = ""
+    reservation: str = ""
+    reason: str = ""
+    reason_by: str = ""
+    reason_at: float | None = None
+
+    @property
+    def is_out(self) -> bool:
+        """No job starts there now, and not because the node is busy."""
+        words = self.raw_state.split("+")
+        return not _OUT.isdisjoint(word.rstrip("*~#!%$@^-") for word in words) or words[0].endswith("*")
+
+    @property
+    def is_ours(self) -> bool:
+        return self.reason.startswith(DRAIN_PREFIX)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a job may run. `excluded`: its list of excluded nodes, whoever put them there."""
+
+    partitions: tuple[str, ...]
+    excluded: tuple[str, ...]
 
 
 class Scheduler(Protocol):
@@ -76,14 +117,62 @@ class Scheduler(Protocol):
         Raises: JobNotFound; SchedulerError when refused.
         """
 
-    def start_now(self, job_id: str) -> None:
-        """Lift the start time of a PENDING job. Without effect while it is still COMPLETING (exit 0, lost)."""
+    def start_now(self, job_id: str, excluded: Sequence[str] | None = None) -> None:
+        """Lift the start time of a PENDING job. Without effect while it is still COMPLETING (exit 0, lost).
+
+        With `excluded`, in the same call, this becomes the job's whole list of excluded nodes.
+        Raises: SchedulerError, with nothing changed, when a node is not known.
+        """
 
     def cancel(self, job_id: str) -> None:
         """End a job, pending or running. An unknown job is no error."""
 
+    def nodes(self, names: Sequence[str] | None = None) -> dict[str, NodeRecord]:
+        """The nodes of that name, or all; one call however many. An absent one is not known to the scheduler."""
+
+    def placement(self, job_id: str) -> Placement:
+        """Raises: JobNotFound."""
+
+    def exclude(self, job_id: str, names: Sequence[str]) -> None:
+        """Add to the excluded nodes of a job that is PENDING, or COMPLETING after a requeue.
+
+        Raises: JobNotFound; SchedulerError when the job runs, or a node is not known: nothing is changed then.
+        """
+
+    def drain(self, names: Sequence[str], reason: str) -> None:
+        """Let no new job start there; `reason` is given our prefix. All of `names` or none.
+
+        Raises: MayNotDrain; SchedulerError for a node that is not known, or out for somebody else's reason.
+        """
+
+    def undrain(self, names: Sequence[str]) -> None:
+        """Raises: MayNotDrain; SchedulerError for a node that is not known, or whose reason does not carry our prefix."""
+
     def checks(self) -> list[Check]:
         """What `doctor` prints of this scheduler: found, answering, version, accounting, nodes. Never raises."""
+
+
+def refuse_others_drains(
+    found: Mapping[str, NodeRecord], names: Sequence[str], doing: str, *, lifting: bool = False
+) -> None:
+    """The look before a drain is set, or with `lifting` ended.
+
+    Raises: SchedulerError.
+    """
+    for name in names:
+        node = found.get(name)
+        if node is None:
+            raise SchedulerError(f"{doing}: there is no node {name!r}", hint="the nodes: sinfo -N")
+        if node.is_ours:
+            continue
+        if node.reason or (node.is_out and not lifting):
+            by = f" by {node.reason_by}" if node.reason_by else ""
+            said = "".join(c if c.isprintable() else "?" for c in node.reason)[:200]
+            raise SchedulerError(
+                f"{doing}: {name} is {node.raw_state}{by} for another reason, which stays: {said or '(none given)'}"
+            )
+        if lifting:
+            raise SchedulerError(f"{doing}: {name} is {node.raw_state}, not drained by krea-runner")
 
 
 def open_scheduler(kind: str, *, state_dir: Path) -> Scheduler:

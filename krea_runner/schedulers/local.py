@@ -19,8 +19,10 @@ from pathlib import Path
 from krea_runner.errors import JobNotFound, RequeueDisabled, SchedulerError, SchedulerUnavailable
 from krea_runner.model import JobRecord, JobState
 from krea_runner.proc import clean_environment
-from krea_runner.schedulers import Check
+from krea_runner.schedulers import Check, NodeRecord, Placement
+from krea_runner.schedulers.local_nodes import PARTITION, LocalNodes
 from krea_runner.schedulers.local_state import LocalJob, kill_marked, load, locked, save, shepherd_is_alive, wake
+from krea_runner.schedulers.nodelist import expand
 
 # As Slurm: credential lifetime + 1 (22.05.8). A test of a requeue that does not lift it would not see it otherwise.
 REQUEUE_DELAY_S = 121.0
@@ -32,6 +34,7 @@ class LocalScheduler:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._nodes = LocalNodes(root)
 
     # ------------------------------------------------------------------------------------------------------- reads
 
@@ -117,7 +120,8 @@ class LocalScheduler:
             root=str(self.root),
             name=options.get("job-name", script.name),
             tag=tag,
-            nodes=[f"local{number + 1}" for number in range(count)],
+            nodes=[],
+            excluded=expand(options.get("exclude", "")),
             tasks_per_node=int(options.get("ntasks-per-node", "1")),
             output=options.get("output", "slurm-%j.out"),
             append=options.get("open-mode", "truncate") == "append",
@@ -128,6 +132,7 @@ class LocalScheduler:
             submitted_at=now,
             eligible_at=now,
         )
+        job.nodes = self._nodes.pick(count, job.excluded)
         save(home, job)
         self._start_shepherd(job_id)
         return job_id
@@ -147,6 +152,7 @@ class LocalScheduler:
             else:
                 kill_marked(job.marker, patience_s=0.0)
                 job.back_to_queue(time.time() + REQUEUE_DELAY_S)
+                self._place(job, job.excluded)
             save(home, job)
             if running:
                 wake(job)
@@ -156,14 +162,40 @@ class LocalScheduler:
     def release(self, job_id: str) -> None:
         self._home(job_id)  # nothing is ever held here
 
-    def start_now(self, job_id: str) -> None:
+    def start_now(self, job_id: str, excluded: Sequence[str] | None = None) -> None:
         home = self._home(job_id)
         with locked(home):
             job = load(home)
             if job.state.is_queued:
+                self._place(job, job.excluded if excluded is None else excluded)
                 job.eligible_at = time.time()
                 save(home, job)
                 wake(job)
+
+    def nodes(self, names: Sequence[str] | None = None) -> dict[str, NodeRecord]:
+        return self._nodes.records(names)
+
+    def placement(self, job_id: str) -> Placement:
+        return Placement((PARTITION,), tuple(load(self._home(job_id)).excluded))
+
+    def exclude(self, job_id: str, names: Sequence[str]) -> None:
+        home = self._home(job_id)
+        with locked(home):
+            job = load(home)
+            if not (job.state.is_queued or job.state is JobState.COMPLETING):
+                raise SchedulerError(f"scontrol update: Job is no longer pending execution for job {job_id}")
+            self._place(job, list(dict.fromkeys((*job.excluded, *names))))
+            save(home, job)
+
+    def drain(self, names: Sequence[str], reason: str) -> None:
+        self._nodes.drain(names, reason)
+
+    def undrain(self, names: Sequence[str]) -> None:
+        self._nodes.undrain(names)
+
+    def _place(self, job: LocalJob, excluded: Sequence[str]) -> None:
+        nodes = self._nodes.pick(len(job.nodes), excluded)
+        job.excluded, job.nodes = list(excluded), nodes if job.state.is_queued else job.nodes
 
     def cancel(self, job_id: str) -> None:
         with contextlib.suppress(JobNotFound):
@@ -231,11 +263,11 @@ _SHORT = {"J": "job-name", "N": "nodes", "n": "ntasks", "o": "output", "e": "err
           "A": "account", "q": "qos", "w": "nodelist", "x": "exclude", "c": "cpus-per-task", "C": "constraint"}  # fmt: skip
 _FLAGS = frozenset({"requeue", "no-requeue", "exclusive", "overcommit", "contiguous", "hold", "reboot", "spread-job"})
 _USED = frozenset(
-    {"job-name", "nodes", "ntasks-per-node", "output", "open-mode", "requeue", "no-requeue", "time", "chdir"}
+    {"job-name", "nodes", "ntasks-per-node", "output", "open-mode", "requeue", "no-requeue", "time", "chdir", "exclude"}
 )
 # What means nothing on one machine without limits.
 _IGNORED = frozenset(
-    "account comment constraint contiguous cpus-per-task cpus-per-gpu exclude exclusive export gpus gpus-per-node gpus-per-task "
+    "account comment constraint contiguous cpus-per-task cpus-per-gpu exclusive export gpus gpus-per-node gpus-per-task "
     "gres hint hold licenses mail-type mail-user mem mem-per-cpu mem-per-gpu nice nodelist ntasks overcommit partition qos "
     "reboot reservation signal spread-job switches tmp wckey threads-per-core kill-on-invalid-dep distribution".split()
 )

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import IO, cast
 
+from krea_runner.schedulers.nodelist import expand
+
 KILL_WAIT_S = 3.0
 LINE_BYTES = 64 * 1024  # a longer line is written in pieces
 DRAIN_S = 0.5  # what a rank's children may still write after its end
@@ -85,7 +87,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
 
 
 def _nodes(env: Mapping[str, str]) -> list[str]:
-    return [f"local{number + 1}" for number in range(int(env.get("SLURM_JOB_NUM_NODES", "1")))]
+    return expand(env.get("SLURM_JOB_NODELIST", "local1"))
 
 
 def _start(options: argparse.Namespace, nodes: list[str], per_node: int, env: Mapping[str, str]) -> Step:

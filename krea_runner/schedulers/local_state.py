@@ -12,6 +12,7 @@ from pathlib import Path
 
 from krea_runner.errors import JobNotFound, SchedulerOutputError, SchedulerUnavailable
 from krea_runner.model import JobState
+from krea_runner.schedulers.nodelist import fold
 
 LOCK_S = 10.0
 # Every process of a job carries this in its environment: so it is found whatever session or group it made itself.
@@ -46,6 +47,7 @@ class LocalJob:
     ended_at: float | None = None
     want: str = ""
     """What was asked of the shepherd and not yet done: `requeue` or `cancel`."""
+    excluded: list[str] = field(default_factory=list)
     shepherd: list[str] = field(default_factory=list)
     """pid, its start time, boot id; empty until one has taken the job."""
 
@@ -55,7 +57,7 @@ class LocalJob:
 
     @property
     def nodelist(self) -> str:
-        return self.nodes[0] if len(self.nodes) == 1 else f"local[1-{len(self.nodes)}]"
+        return fold(self.nodes)
 
     def back_to_queue(self, eligible_at: float) -> None:
         self.state, self.reason, self.want = JobState.PENDING, "BeginTime", ""

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from krea_runner.errors import JobNotFound, SchedulerError, SchedulerOutputError, SchedulerUnavailable
+from krea_runner.errors import JobNotFound, MayNotDrain, SchedulerError, SchedulerOutputError, SchedulerUnavailable
 from krea_runner.model import JobRecord, JobState
 from krea_runner.proc import Completed, clean_environment, run
-from krea_runner.schedulers import Check
+from krea_runner.schedulers import DRAIN_PREFIX, Check, NodeRecord, Placement, refuse_others_drains, slurm_nodes
+from krea_runner.schedulers.nodelist import fold
 from krea_runner.schedulers.slurm_parse import (
     ACCOUNTING_OFF,
     JOB_FORMAT,
@@ -65,8 +66,9 @@ def release_argv(job_id: str) -> list[str]:
     return ["scontrol", "release", checked_id(job_id)]
 
 
-def start_now_argv(job_id: str) -> list[str]:
-    return ["scontrol", "update", f"jobid={checked_id(job_id)}", "StartTime=now"]
+def start_now_argv(job_id: str, excluded: Sequence[str] | None = None) -> list[str]:
+    nodes = [] if excluded is None else [f"ExcNodeList={','.join(excluded)}"]
+    return ["scontrol", "update", f"jobid={checked_id(job_id)}", *nodes, "StartTime=now"]
 
 
 def cancel_argv(job_id: str) -> list[str]:
@@ -139,8 +141,44 @@ class SlurmCli:
     def release(self, job_id: str) -> None:
         ask(release_argv(job_id), doing=f"releasing job {job_id}")
 
-    def start_now(self, job_id: str) -> None:
-        ask(start_now_argv(job_id), doing=f"lifting the start time of job {job_id}")
+    def start_now(self, job_id: str, excluded: Sequence[str] | None = None) -> None:
+        ask(start_now_argv(job_id, excluded), doing=f"lifting the start time of job {job_id}")
+
+    def nodes(self, names: Sequence[str] | None = None) -> dict[str, NodeRecord]:
+        return slurm_nodes.parse_nodes(ask(slurm_nodes.NODES_ARGV, doing="asking for nodes").stdout, names)
+
+    def placement(self, job_id: str) -> Placement:
+        done = ask(slurm_nodes.placement_argv(checked_id(job_id)), doing=f"asking for the nodes of job {job_id}")
+        return slurm_nodes.parse_placement(done.stdout)
+
+    def exclude(self, job_id: str, names: Sequence[str]) -> None:
+        excluded = dict.fromkeys((*self.placement(job_id).excluded, *names))
+        argv = ["scontrol", "update", f"jobid={checked_id(job_id)}", f"ExcNodeList={','.join(excluded)}"]
+        ask(argv, doing=f"excluding nodes from job {job_id}")
+
+    def drain(self, names: Sequence[str], reason: str) -> None:
+        doing = f"draining {fold(names)}"
+        refuse_others_drains(self.nodes(names), names, doing)
+        self._set_nodes(names, doing, "state=drain", f"reason={DRAIN_PREFIX}{reason.removeprefix(DRAIN_PREFIX)}")
+
+    def undrain(self, names: Sequence[str]) -> None:
+        doing = f"resuming {fold(names)}"
+        refuse_others_drains(self.nodes(names), names, doing, lifting=True)
+        self._set_nodes(names, doing, "state=resume")
+
+    def _set_nodes(self, names: Sequence[str], doing: str, *values: str) -> None:
+        try:
+            ask(["scontrol", "update", f"nodename={fold(names)}", *values], doing=doing)
+        except SchedulerError as error:
+            if "Invalid user id" not in error.stderr and "permission denied" not in error.stderr:
+                raise
+            raise MayNotDrain(
+                f"{doing}: you may not drain; that is for Slurm's operators",
+                argv=error.argv,
+                returncode=error.returncode,
+                stderr=error.stderr,
+                hint="keep your own runs off it: krea-runner nodes exclude NODE --all --reason ...",
+            ) from error
 
     def cancel(self, job_id: str) -> None:
         try:

@@ -21,6 +21,7 @@ from krea_runner.history.store import History, Lease, LeaseLost
 from krea_runner.model import Action, ActionKind, ActionStage, Attempt, AttemptKey, JobRecord, JobState, Run, RunState
 from krea_runner.rundir import RunDir
 from krea_runner.schedulers import Scheduler
+from krea_runner.supervise.exclude import start_elsewhere
 
 # A start in the same whole second as the kill is refused; this much past the next one was always accepted (102 of 102).
 SECOND_MARGIN_S = 0.15
@@ -141,7 +142,7 @@ def _lift_start_time(work: Work, job: JobRecord, history: History, clock: Clock)
         if clock.wall() < work.lift_at:
             return
         _still_ours(work, history)
-        work.scheduler.start_now(work.action.job_id)
+        start_elsewhere(work.scheduler, work.run, work.action.job_id, history, clock.wall())
     _advance(work, history, clock, ActionStage.STARTED, work.action.detail)
 
 
@@ -153,7 +154,8 @@ def _verify_start(work: Work, job: JobRecord, history: History, clock: Clock) ->
     elif job.state.is_queued:
         waits = job.started_at is not None and job.started_at > clock.wall() + LIFTED_S
         if waits and action.detail != SLOW:
-            work.scheduler.start_now(action.job_id)  # the update came while the job was still COMPLETING, and was lost
+            # The update came while the job was still COMPLETING, and was lost.
+            start_elsewhere(work.scheduler, work.run, action.job_id, history, clock.wall())
         elif job.reason not in _ABOUT_TO_START or action.detail == SLOW:
             _advance(work, history, clock, ActionStage.DONE, action.detail or f"queued: {job.reason}")
     elif job.state is not JobState.COMPLETING:

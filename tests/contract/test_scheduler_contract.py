@@ -17,6 +17,7 @@ from krea_runner.errors import JobNotFound, SchedulerError
 from krea_runner.model import JobRecord, JobState
 from krea_runner.schedulers import Scheduler
 from krea_runner.schedulers.local import LocalScheduler
+from krea_runner.schedulers.nodelist import expand
 from krea_runner.schedulers.slurm_cli import SlurmCli
 
 pytestmark = pytest.mark.timeout(120)
@@ -266,3 +267,68 @@ def test_checks_for_doctor_are_all_ok(bench: Bench) -> None:
     checks = bench.scheduler.checks()
     assert checks
     assert [check for check in checks if not check.ok] == []
+
+
+# -------------------------------------------------------------------------------------------------------------- nodes
+
+
+def test_nodes_have_a_state_and_a_partition(bench: Bench) -> None:
+    nodes = bench.scheduler.nodes()
+    assert len(nodes) >= 4
+    assert all(node.raw_state and node.partitions and not node.is_out for node in nodes.values())
+    first = next(iter(nodes))
+    assert list(bench.scheduler.nodes([first, "no-such-node"])) == [first]
+
+
+def test_an_excluded_node_is_not_used_after_a_requeue_and_the_users_own_exclusion_stays(bench: Bench) -> None:
+    own, *_ = bench.scheduler.nodes()
+    more = f"#SBATCH --requeue\n#SBATCH --exclude={own}"
+    job_id = bench.submit('echo "on $SLURM_JOB_NODELIST"\nsrun sleep 600', nodes=1, tasks=1, more=more)
+    bench.wait_for_output(job_id, "on ")
+    bad = expand(bench.record(job_id).nodelist)
+    assert own not in bad
+    with pytest.raises(SchedulerError, match="no longer pending"):
+        bench.scheduler.exclude(job_id, bad)
+    bench.scheduler.requeue(job_id)
+    bench.wait(job_id, JobState.PENDING)
+    with pytest.raises(SchedulerError, match="Invalid node name"):
+        bench.scheduler.exclude(job_id, ["no-such-node"])
+    bench.scheduler.exclude(job_id, bad)
+    assert set(bench.scheduler.placement(job_id).excluded) == {own, *bad}
+    bench.start_again(job_id)
+    assert not {own, *bad} & set(expand(bench.wait(job_id, JobState.RUNNING).nodelist))
+    wait_until(lambda: bench.output(job_id).count("on ") == 2, "the second start", lambda: bench.output(job_id))
+
+
+def test_a_start_with_exclusions_replaces_them_in_one_call(bench: Bench) -> None:
+    one, two, *_ = bench.scheduler.nodes()
+    job_id = bench.submit("srun sleep 600", nodes=1, tasks=1)
+    bench.wait(job_id, JobState.RUNNING)
+    bench.scheduler.requeue(job_id)
+    bench.wait(job_id, JobState.PENDING)
+    bench.scheduler.exclude(job_id, [two])
+    now = time.time()
+    time.sleep(math.floor(now) + 1.15 - now)
+    bench.scheduler.start_now(job_id, [one])
+    assert expand(bench.wait(job_id, JobState.RUNNING).nodelist) == [two]
+    assert bench.scheduler.placement(job_id).excluded == (one,)
+
+
+def test_a_drain_carries_our_prefix_and_only_such_a_one_is_lifted(bench: Bench) -> None:
+    if bench.scheduler.name == "slurm" and os.geteuid() != 0:
+        pytest.skip("needs root, whom the cluster takes for its operator")
+    *_, last = bench.scheduler.nodes()
+    bench.scheduler.drain([last], "bad memory: 'x' | \"y\"\nüse another")
+    try:
+        node = bench.scheduler.nodes([last])[last]
+        assert node.reason == "krea: bad memory: 'x' | \"y\"\nüse another"
+        assert "DRAIN" in node.raw_state
+        assert (node.is_out, node.is_ours) == (True, True)
+        assert node.reason_by
+    finally:
+        bench.scheduler.undrain([last])
+    assert bench.scheduler.nodes([last])[last].reason == ""
+    with pytest.raises(SchedulerError, match="not drained by krea-runner"):
+        bench.scheduler.undrain([last])
+    with pytest.raises(SchedulerError, match="there is no node"):
+        bench.scheduler.drain(["no-such-node"], "x")
