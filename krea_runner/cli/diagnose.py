@@ -14,9 +14,13 @@ if TYPE_CHECKING:
 
 
 def diagnose(
-    logs: Annotated[list[str], typer.Argument(metavar="LOG...", help="Logs of one attempt; a directory; - for standard input.")],
+    logs: Annotated[
+        list[str], typer.Argument(metavar="LOG...", help="Logs of one attempt; a directory; - for standard input.")
+    ],
     job: Annotated[Path | None, typer.Option("--job", metavar="FILE", help="job.json: nodes, GPUs, launcher.")] = None,
-    dmesg: Annotated[list[str] | None, typer.Option("--dmesg", metavar="NODE=FILE", help="Kernel log of a node.")] = None,
+    dmesg: Annotated[
+        list[str] | None, typer.Option("--dmesg", metavar="NODE=FILE", help="Kernel log of a node.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
     table: Annotated[
         list[Path] | None, typer.Option("--signatures", metavar="FILE", help="Also your own signatures.")
@@ -33,7 +37,10 @@ def diagnose(
     from krea_runner.diagnose.signatures import load_catalog
 
     verdict = find_cause(
-        logs, layout=_layout(job), dmesg=dict(_node_file(item) for item in dmesg or []), catalog=load_catalog(tuple(table or ()))
+        logs,
+        layout=_layout(job),
+        dmesg=dict(_node_file(item) for item in dmesg or []),
+        catalog=load_catalog(tuple(table or ())),
     )
     sys.stdout.write((json.dumps(document(verdict), indent=2) if as_json else "\n".join(lines(verdict))) + "\n")
 
@@ -51,7 +58,9 @@ def _layout(job: Path | None) -> "Layout":
     except (OSError, ValueError, RecursionError) as error:
         raise KreaRunnerError(f"cannot read {job}: {error}", hint="it must be one JSON object") from error
     if not isinstance(read, dict):
-        raise KreaRunnerError(f"{job} is not a JSON object", hint='for example {"nodes": ["n1", "n2"], "gpus_per_node": 8}')
+        raise KreaRunnerError(
+            f"{job} is not a JSON object", hint='for example {"nodes": ["n1", "n2"], "gpus_per_node": 8}'
+        )
     return from_job(read)
 
 
@@ -104,14 +113,23 @@ def lines(verdict: "Verdict") -> list[str]:
     shown = [f"{verdict.title}  [{verdict.cause}]"]
     first = verdict.first_evidence
     if first is not None:
-        where = [f"rank {first.rank}" if first.rank is not None else "", first.node, first.gpu, _clock(first.at) if first.at else ""]
-        shown.append(f"first    {safe(first.file)}:{first.line}  {safe('  '.join(part for part in where if part))}".rstrip())
+        where = [
+            f"rank {first.rank}" if first.rank is not None else "",
+            first.node,
+            first.gpu,
+            _clock(first.at) if first.at else "",
+        ]
+        shown.append(
+            f"first    {safe(first.file)}:{first.line}  {safe('  '.join(part for part in where if part))}".rstrip()
+        )
         shown.append(f"         {safe(first.text.strip())[:160]}")
     for kind, names in (
         ("nodes", verdict.suspects.nodes), ("ranks", [str(r) for r in verdict.suspects.ranks]), ("GPUs", verdict.suspects.gpus)
     ):  # fmt: skip
         if names:
-            shown.append(f"suspect  {kind} {safe(', '.join(names[:12]))}{f' and {len(names) - 12} more' if len(names) > 12 else ''}")
+            shown.append(
+                f"suspect  {kind} {safe(', '.join(names[:12]))}{f' and {len(names) - 12} more' if len(names) > 12 else ''}"
+            )
     if verdict.suspects.reasons:
         shown.append(f"because  {safe(verdict.suspects.reasons[0].reason)}")
     if verdict.fallout and first is not None:

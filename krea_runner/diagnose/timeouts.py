@@ -50,17 +50,25 @@ def analyse(timeouts: list[Event], statuses: list[Event], layout: Layout) -> Bla
     first = min(groups, key=lambda group: group.first.order)
     desync = _odd_ones(first)
     if desync is not None:
-        return Blame(first.first, desync, f"another operation at sequence number {first.sequence} than the others", desync=True)
+        return Blame(
+            first.first, desync, f"another operation at sequence number {first.sequence} than the others", desync=True
+        )
     members = _members(first, layout)
     silent = sorted(members - set(first.reports))
     if silent and _is_plausible(silent, members, layout):
         return Blame(
-            first.first, tuple(silent), f"did not report the time-out of collective {first.sequence}: it never got there, or is stuck"
+            first.first,
+            tuple(silent),
+            f"did not report the time-out of collective {first.sequence}: it never got there, or is stuck",
         )
     late = _lagging(first)
     if late:
-        return Blame(first.first, late, f"enqueued less than the others when collective {first.sequence} timed out: it came late")
-    return Blame(first.first, (), "every rank reports the same collective: GPU, network or lost lines; no rank can be named")
+        return Blame(
+            first.first, late, f"enqueued less than the others when collective {first.sequence} timed out: it came late"
+        )
+    return Blame(
+        first.first, (), "every rank reports the same collective: GPU, network or lost lines; no rank can be named"
+    )
 
 
 def _collectives(timeouts: list[Event], statuses: list[Event]) -> list[Collective]:

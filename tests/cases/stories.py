@@ -54,7 +54,10 @@ def write(story: Story, folder: Path) -> None:
 
 
 def steps(first: int = 10, count: int = 6, label: str = "") -> str:
-    return "".join(f"{label}step {n:6d} | loss 2.7{n % 10} | 1.75 s/it | 3931 tok/s/gpu\n" for n in range(first, first + count * 10, 10))
+    return "".join(
+        f"{label}step {n:6d} | loss 2.7{n % 10} | 1.75 s/it | 3931 tok/s/gpu\n"
+        for n in range(first, first + count * 10, 10)
+    )
 
 
 def banner(nodes: str = "n1,n2") -> str:
@@ -75,14 +78,23 @@ def elastic(*failed: tuple[int, int, int, str], when: str = "E0802 21:00:00.0000
     )  # fmt: skip
 
 
-def watchdog(rank: int, seq: int, op: str = "ALLREDUCE", at: str = "13:21:12", numel: str = "NumelIn=7, NumelOut=7", local: int | None = None) -> str:
+def watchdog(
+    rank: int,
+    seq: int,
+    op: str = "ALLREDUCE",
+    at: str = "13:21:12",
+    numel: str = "NumelIn=7, NumelOut=7",
+    local: int | None = None,
+) -> str:
     return (
         f"[rank{rank}]:[E802 {at}.512781555 ProcessGroupNCCL.cpp:616] [Rank {rank if local is None else local}] Watchdog caught collective "
         f"operation timeout: WorkNCCL(SeqNum={seq}, OpType={op}, {numel}, Timeout(ms)=600000) ran for 600018 milliseconds before timing out.\n"
     )
 
 
-def status(rank: int, seq: int, enqueued: int, group: str = "PG ID 0 PG GUID 0(default_pg)", local: int | None = None) -> str:
+def status(
+    rank: int, seq: int, enqueued: int, group: str = "PG ID 0 PG GUID 0(default_pg)", local: int | None = None
+) -> str:
     return (
         f"[rank{rank}]:[E802 13:21:12.612781555 ProcessGroupNCCL.cpp:1785] [{group} Rank {rank if local is None else local}]  failure detected by "
         f"watchdog at work sequence id: {seq} PG status: last enqueued work: {enqueued}, last completed work: {seq - 1}\n"
@@ -90,14 +102,27 @@ def status(rank: int, seq: int, enqueued: int, group: str = "PG ID 0 PG GUID 0(d
 
 
 def trace(error: str, prefix: str = "") -> str:
-    return "".join(f"{prefix}{row}\n" for row in ("Traceback (most recent call last):", '  File "/opt/src/train.py", line 33, in main', "    main()", error))
+    return "".join(
+        f"{prefix}{row}\n"
+        for row in (
+            "Traceback (most recent call last):",
+            '  File "/opt/src/train.py", line 33, in main',
+            "    main()",
+            error,
+        )
+    )
 
 
 def cuda(text: str, prefix: str = "") -> str:
-    return trace(f"RuntimeError: CUDA error: {text}", prefix) + f"{prefix}Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+    return (
+        trace(f"RuntimeError: CUDA error: {text}", prefix)
+        + f"{prefix}Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+    )
 
 
-CANCEL_STEP = "srun: Terminating StepId=4711.0\nslurmstepd: error: *** STEP 4711.0 ON n1 CANCELLED AT 2023-08-02T21:00:05 ***\n"
+CANCEL_STEP = (
+    "srun: Terminating StepId=4711.0\nslurmstepd: error: *** STEP 4711.0 ON n1 CANCELLED AT 2023-08-02T21:00:05 ***\n"
+)
 
 
 STORIES = (
