@@ -71,6 +71,7 @@ def _app() -> "typer.Typer":  # Typer is loaded here, not at the top
         diagnose.diagnose,
     ):  # fmt: skip
         app.command()(verb)
+    app.add_typer(diagnose.signatures, name="signatures")
     return app
 
 

@@ -4,7 +4,8 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-from krea_runner.diagnose.gather import Event, Log
+from krea_runner.diagnose.gather import Log
+from krea_runner.diagnose.kernel import KernelFact
 from krea_runner.diagnose.layout import Layout
 from krea_runner.diagnose.reason import GPU_FAULTS, Story, TableRow
 from krea_runner.diagnose.verdict import Suspects
@@ -111,17 +112,17 @@ def _reporters(story: Story, layout: Layout) -> Named:
     if layout.world_size > 1 and len(ranks) >= layout.world_size:
         ranks = set()
     named.ranks = ranks
-    if story.cause in _NODE_OF_RANK and story.cause != "storage_io_error":
-        if story.cause != "process_signal_crash" or len(layout.nodes) > 1:
-            named.nodes |= {layout.node_of(rank) for rank in ranks}
-            named.nodes |= {event.node for event in story.events if event.node and event.role in {"root", "kernel"}}
+    alone = story.cause == "process_signal_crash" and len(layout.nodes) < 2
+    if story.cause in _NODE_OF_RANK - {"storage_io_error"} and not alone:
+        named.nodes |= {layout.node_of(rank) for rank in ranks}
+        named.nodes |= {event.node for event in story.events if event.node and event.role in {"root", "kernel"}}
     if story.cause in GPU_FAULTS or story.cause in {"silent_data_corruption", "cuda_illegal_access"}:
         named.gpus |= {f"{layout.node_of(r)}:{layout.gpu_of(r)}" for r in ranks if not facts and layout.node_of(r)}
     _one_node_only(named, story, layout)
     return named
 
 
-def _from_kernel(named: Named, facts: list, ranks: set[int], story: Story, layout: Layout) -> None:  # type: ignore[type-arg]
+def _from_kernel(named: Named, facts: list[KernelFact], ranks: set[int], story: Story, layout: Layout) -> None:
     node = facts[0].node
     named.reason = f"its kernel log: {facts[0].event.message[:90]}"
     if node and story.cause in _NODE_OF_RANK | {"fabric_link_error"}:

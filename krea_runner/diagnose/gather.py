@@ -123,6 +123,9 @@ class _Reader:
             if joined is not None:
                 line = read_line(joined, self.year)
                 found = match(self.catalog, candidates, line.message)
+                kept = self.log.events[-1:]
+                if found is not None and kept and kept[0].role == "exception" and line.text.startswith(kept[0].text):
+                    self.log.events.pop()  # what its first half alone looked like
         if found is None:
             return
         if line.at is not None:

@@ -70,7 +70,7 @@ class Layout:
             return name
         if name.removeprefix("::ffff:") in self.addresses:
             return self.addresses[name.removeprefix("::ffff:")]
-        first = name.split(".")[0]
+        first = name.split(".", maxsplit=1)[0]
         for node in self.nodes:
             if first == node or first.removesuffix("-ib") == node or node.split(".")[0] == first:
                 return node

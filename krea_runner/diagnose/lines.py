@@ -18,7 +18,8 @@ _GLOG = re.compile(
 _PG = re.compile(r"\[(?:(PG [^\]]{1,80}?) )?Rank (\d+)\] {0,3}")
 _COPY = re.compile(
     r"(?: {0,4}what\(\): {1,3}|(?:Process group|NCCL) watchdog thread terminated with exception: "
-    r"|found async exception when checking for NCCL errors: |WorkNCCL\([^)]*\)(?:[^)]*\))? raised the following async exception: )"
+    r"|found async exception when checking for NCCL errors: |WorkNCCL\([^)]*\)(?:[^)]*\))? "
+    r"raised the following async exception: )"
 )
 _NCCL = re.compile(
     r"(?:\[([\d-]{10} [\d:]{8})\] )?([\w.-]+):(\d+):\d+ \[(\d+)\] (?:\S+:\d+ )?(?=NCCL (?:WARN|INFO|ERROR|TRACE))"
@@ -29,7 +30,8 @@ _PYLOG = re.compile(
 )
 _LEVEL = re.compile(r"(ERROR|WARNING|CRITICAL|INFO):[\w.]+: ?")
 _KERNEL = re.compile(
-    r"(?:<\d+>)?(?:\[ *(?:(\d+\.\d+)|(\w{3} \w{3} +\d+ \d\d:\d\d:\d\d \d{4}))\] ?|(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\S* (?:([\w.-]+) kernel: )?"
+    r"(?:<\d+>)?(?:\[ *(?:(\d+\.\d+)|(\w{3} \w{3} +\d+ \d\d:\d\d:\d\d \d{4}))\] ?"
+    r"|(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\S* (?:([\w.-]+) kernel: )?"
     r"|(\w{3} +\d+ \d\d:\d\d:\d\d) ([\w.-]+) kernel: (?:\[ *\d+\.\d+\] )?)"
 )
 _CANCELLED = re.compile(r"CANCELLED AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")

@@ -82,9 +82,7 @@ def this_attempt(log: Log) -> list[Event]:
     """The log's events after its last restart: a start banner after something had ended, or torchelastic's own word."""
     begin, ended = 0, False
     for event in log.events:
-        if event.role == "restart":
-            begin, ended = event.line, False
-        elif event.role == "start" and ended:
+        if event.role == "restart" or (event.role == "start" and ended):
             begin, ended = event.line, False
         elif event.role in {"exit", "scheduler", "signal"}:
             ended = True

@@ -5,6 +5,7 @@ desync; ranks of the group that report nothing; the lowest last-enqueued work. E
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from krea_runner.diagnose.gather import Event
 from krea_runner.diagnose.layout import Layout
@@ -73,9 +74,9 @@ def analyse(timeouts: list[Event], statuses: list[Event], layout: Layout) -> Bla
 
 def _collectives(timeouts: list[Event], statuses: list[Event]) -> list[Collective]:
     group_of: dict[tuple[int, str], Event] = {}
-    for status in statuses:
-        if status.rank is not None and status.group:
-            group_of.setdefault((status.rank, status.groups["seq"]), status)
+    for told in statuses:
+        if told.rank is not None and told.group:
+            group_of.setdefault((told.rank, told.groups["seq"]), told)
     found: dict[tuple[str, int], Collective] = {}
     for event in timeouts:
         if event.rank is None or "seq" not in event.groups:
@@ -117,7 +118,7 @@ def _members(group: Collective, layout: Layout) -> set[int]:
         whole = set(range(layout.world_size))
         size = _size(group)
         return set(range(size)) if size and size < len(whole) else whole or set(group.reports)
-    steps = {(b[1] - a[1]) // (b[0] - a[0]) for a, b in zip(pairs, pairs[1:], strict=False) if b[0] != a[0]}
+    steps = {(b[1] - a[1]) // (b[0] - a[0]) for a, b in pairwise(pairs) if b[0] != a[0]}
     if len(steps) != 1 or (step := steps.pop()) <= 0:
         return set(group.reports)
     base = pairs[0][1] - pairs[0][0] * step
