@@ -296,10 +296,7 @@ def _dump(document: object, rank: int) -> RankDump:
         {_short(group.get("name", name)): _ranks(group.get("ranks")) for name, group in groups.items()},
         {
             name: Status(
-                *(
-                    _whole(status.get(f"last_{what}_collective", -1))
-                    for what in ("enqueued", "started", "completed")
-                )
+                *(_whole(status.get(f"last_{what}_collective", -1)) for what in ("enqueued", "started", "completed"))
             )
             for name, status in statuses.items()
         },

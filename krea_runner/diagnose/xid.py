@@ -79,7 +79,9 @@ _FOLLOWS = re.compile(r"caused by previous Xid ([0-9]{1,4})\b")
 _RECOVERY = re.compile(r"\bto 0x([0-9a-f])\b")
 _NOT_FATAL = re.compile(r"\bNon-?fatal\b", re.IGNORECASE)
 
-_ISO = re.compile(r"([0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}:[0-9]{2})(?:[.,]([0-9]{1,9}))?\s?(Z|[+-][0-9]{2}:?[0-9]{2})?")
+_ISO = re.compile(
+    r"([0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}:[0-9]{2})(?:[.,]([0-9]{1,9}))?\s?(Z|[+-][0-9]{2}:?[0-9]{2})?"
+)
 _CTIME = re.compile(r"\[?[A-Z][a-z]{2} ([A-Z][a-z]{2}) {1,2}([0-9]{1,2}) ([0-9]{2}:[0-9]{2}:[0-9]{2}) ([0-9]{4})\]?")
 _SYSLOG = re.compile(r"([A-Z][a-z]{2}) {1,2}([0-9]{1,2}) ([0-9]{2}:[0-9]{2}:[0-9]{2})(?:\.[0-9]+)? ")
 _UPTIME = re.compile(r"(?:<[0-9]{1,3}>)?\[ {0,12}([0-9]{1,10}\.[0-9]{1,9})(?:@[0-9]+)?\]")
@@ -104,7 +106,9 @@ def xids_in(
     """
     lines = text.split("\n")
     clock = _Clock(since, until, boot_at, utc_offset_s)
-    last_uptime = next((moment.uptime_s for line in reversed(lines) if (moment := clock.read(line)).uptime_s is not None), None)
+    last_uptime = next(
+        (moment.uptime_s for line in reversed(lines) if (moment := clock.read(line)).uptime_s is not None), None
+    )
     found: list[XidEvent] = []
     latest: dict[tuple[object, ...], tuple[int, _Moment]] = {}
     for number, line in enumerate(lines, 1):
