@@ -138,22 +138,22 @@ def analyse_dumps(dumps: Sequence[RankDump]) -> FlightRecorderVerdict:
         )
         ordered, causes = [missing, *ordered], [missing]
     suspects = tuple(dict.fromkeys(rank for finding in causes for rank in finding.suspects))
-    common = {
-        "findings": tuple(ordered),
-        "groups": tuple(group.progress() for group in groups),
-        "ranks": tuple(sorted(have)),
-        "no_dump": no_dump,
-        "versions": tuple(sorted({dump.version for dump in dumps})),
-    }
+    seen = FlightRecorderVerdict(
+        HEALTHY,
+        "every recorded call was joined by its ranks and has finished",
+        "medium" if no_dump else "high",
+        groups=tuple(group.progress() for group in groups),
+        ranks=tuple(sorted(have)),
+        no_dump=no_dump,
+        versions=tuple(sorted({dump.version for dump in dumps})),
+    )
     if ordered:
         top = ordered[0]
-        return FlightRecorderVerdict(top.kind, top.reason, top.confidence, suspects, top.group, top.seq, **common)  # type: ignore[arg-type]
+        seen = replace(seen, kind=top.kind, reason=top.reason, confidence=top.confidence, group=top.group, seq=top.seq)
+        return replace(seen, suspects=suspects, findings=tuple(ordered))
     if not groups:
-        return FlightRecorderVerdict(UNDECIDED, "the dumps hold no call of any process group", "low", **common)  # type: ignore[arg-type]
-    sure = "medium" if no_dump else "high"
-    return FlightRecorderVerdict(
-        HEALTHY, "every recorded call was joined by its ranks and has finished", sure, **common
-    )  # type: ignore[arg-type]
+        return replace(seen, kind=UNDECIDED, reason="the dumps hold no call of any process group", confidence="low")
+    return seen
 
 
 def _files(paths: Sequence[Path]) -> tuple[dict[int, Path], int]:
