@@ -74,6 +74,7 @@ def _app() -> "typer.Typer":  # Typer is loaded here, not at the top
         resume.resume, diagnose.diagnose, doctor.doctor, demo.demo,
     ):  # fmt: skip
         app.command()(verb)
+    app.add_typer(diagnose.signatures, name="signatures")
     return app
 
 

@@ -14,10 +14,18 @@ if TYPE_CHECKING:
 
 
 def diagnose(
-    logs: Annotated[list[str], typer.Argument(metavar="LOG...", help="Logs of one attempt; a directory; - for standard input.")],
+    logs: Annotated[
+        list[str], typer.Argument(metavar="LOG...", help="Logs of one attempt; a directory; - for standard input.")
+    ],
     job: Annotated[Path | None, typer.Option("--job", metavar="FILE", help="job.json: nodes, GPUs, launcher.")] = None,
-    dmesg: Annotated[list[str] | None, typer.Option("--dmesg", metavar="NODE=FILE", help="Kernel log of a node.")] = None,
+    dmesg: Annotated[
+        list[str] | None, typer.Option("--dmesg", metavar="NODE=FILE", help="Kernel log of a node.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
+    job_id: Annotated[str | None, typer.Option("--jobid", metavar="J", help="Ask Slurm for the job's nodes.")] = None,
+    flight_recorder: Annotated[
+        Path | None, typer.Option("--flight-recorder", metavar="DIR", help="Folder of Flight Recorder dumps.")
+    ] = None,
     table: Annotated[
         list[Path] | None, typer.Option("--signatures", metavar="FILE", help="Also your own signatures.")
     ] = None,
@@ -32,9 +40,12 @@ def diagnose(
     from krea_runner.diagnose.logs import diagnose as find_cause
     from krea_runner.diagnose.signatures import load_catalog
 
-    verdict = find_cause(
-        logs, layout=_layout(job), dmesg=dict(_node_file(item) for item in dmesg or []), catalog=load_catalog(tuple(table or ()))
-    )
+    catalog, layout = load_catalog(tuple(table or ())), _layout(job) if job_id is None else _asked(job_id)
+    verdict = find_cause(logs, layout=layout, dmesg=dict(_node_file(item) for item in dmesg or []), catalog=catalog)
+    if flight_recorder is not None:
+        from krea_runner.diagnose.dumps import with_flight_recorder
+
+        verdict = with_flight_recorder(verdict, flight_recorder, catalog.causes)
     sys.stdout.write((json.dumps(document(verdict), indent=2) if as_json else "\n".join(lines(verdict))) + "\n")
 
 
@@ -51,8 +62,25 @@ def _layout(job: Path | None) -> "Layout":
     except (OSError, ValueError, RecursionError) as error:
         raise KreaRunnerError(f"cannot read {job}: {error}", hint="it must be one JSON object") from error
     if not isinstance(read, dict):
-        raise KreaRunnerError(f"{job} is not a JSON object", hint='for example {"nodes": ["n1", "n2"], "gpus_per_node": 8}')
+        raise KreaRunnerError(
+            f"{job} is not a JSON object", hint='for example {"nodes": ["n1", "n2"], "gpus_per_node": 8}'
+        )
     return from_job(read)
+
+
+def _asked(job_id: str) -> "Layout":
+    from krea_runner.diagnose.layout import Layout
+    from krea_runner.errors import JobNotFound
+    from krea_runner.proc import run
+    from krea_runner.schedulers.slurm_cli import SlurmCli
+
+    record = SlurmCli().jobs([job_id]).get(job_id)
+    if record is None:
+        raise JobNotFound(f"Slurm does not know job {job_id}", hint="give its nodes with --job job.json")
+    if not record.nodelist:
+        return Layout()
+    names = run(["scontrol", "show", "hostnames", record.nodelist], timeout_s=10.0).stdout.split()
+    return Layout(nodes=names, still_running=record.state.is_live)
 
 
 def _node_file(item: str) -> tuple[str, str]:
@@ -104,14 +132,23 @@ def lines(verdict: "Verdict") -> list[str]:
     shown = [f"{verdict.title}  [{verdict.cause}]"]
     first = verdict.first_evidence
     if first is not None:
-        where = [f"rank {first.rank}" if first.rank is not None else "", first.node, first.gpu, _clock(first.at) if first.at else ""]
-        shown.append(f"first    {safe(first.file)}:{first.line}  {safe('  '.join(part for part in where if part))}".rstrip())
+        where = [
+            f"rank {first.rank}" if first.rank is not None else "",
+            first.node,
+            first.gpu,
+            _clock(first.at) if first.at else "",
+        ]
+        shown.append(
+            f"first    {safe(first.file)}:{first.line}  {safe('  '.join(part for part in where if part))}".rstrip()
+        )
         shown.append(f"         {safe(first.text.strip())[:160]}")
     for kind, names in (
         ("nodes", verdict.suspects.nodes), ("ranks", [str(r) for r in verdict.suspects.ranks]), ("GPUs", verdict.suspects.gpus)
     ):  # fmt: skip
         if names:
-            shown.append(f"suspect  {kind} {safe(', '.join(names[:12]))}{f' and {len(names) - 12} more' if len(names) > 12 else ''}")
+            shown.append(
+                f"suspect  {kind} {safe(', '.join(names[:12]))}{f' and {len(names) - 12} more' if len(names) > 12 else ''}"
+            )
     if verdict.suspects.reasons:
         shown.append(f"because  {safe(verdict.suspects.reasons[0].reason)}")
     if verdict.fallout and first is not None:
@@ -125,3 +162,40 @@ def lines(verdict: "Verdict") -> list[str]:
 
 def safe(text: str) -> str:
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
+signatures = typer.Typer(help="Known messages of failing jobs.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@signatures.command("test")
+def signatures_test(
+    logs: Annotated[list[str], typer.Argument(metavar="FILE...", help="Logs; - for standard input.")],
+    table: Annotated[
+        list[Path] | None, typer.Option("--signatures", metavar="FILE", help="Also your own signatures.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
+) -> None:
+    """Say which signatures match where.
+
+    One row a line that matched: file:line, signature, cause, rank, node, text.
+
+    Example: krea-runner signatures test slurm-4711.out
+    """
+    from krea_runner.diagnose.gather import read_log
+    from krea_runner.diagnose.layout import Layout
+    from krea_runner.diagnose.logs import evidence
+    from krea_runner.diagnose.reading import expand
+    from krea_runner.diagnose.signatures import load_catalog
+
+    catalog, layout = load_catalog(tuple(table or ())), Layout()
+    read = [read_log(name, number, catalog, layout) for number, name in enumerate(expand(logs))]
+    found = [(event, _evidence(evidence(event, read, layout))) for log in read for event in log.events]
+    if as_json:
+        rows = [{**row, "role": event.role, "cause": event.signature.cause} for event, row in found]
+        sys.stdout.write(json.dumps({"schema_version": 1, "matches": rows}, indent=2) + "\n")
+        return
+    for event, row in found:
+        who = f"rank {row['rank']}" if row["rank"] is not None else row["node"] or "-"
+        what = event.signature.cause or event.role
+        parts = (f"{row['file']}:{row['line']}", row["signature"], what, who, row["text"][:120])
+        sys.stdout.write("\t".join(safe(part) for part in parts) + "\n")

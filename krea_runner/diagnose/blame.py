@@ -4,17 +4,23 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-from krea_runner.diagnose.gather import Event, Log
+from krea_runner.diagnose.gather import Log
+from krea_runner.diagnose.kernel import KernelFact
 from krea_runner.diagnose.layout import Layout
 from krea_runner.diagnose.reason import GPU_FAULTS, Story, TableRow
 from krea_runner.diagnose.verdict import Suspects
 from krea_runner.model import Suspect
 
-MISSING_FILE = re.compile(r"(?:FileNotFoundError|ModuleNotFoundError|ImportError|PermissionError|NotADirectoryError|OSError)\b")
+MISSING_FILE = re.compile(
+    r"(?:FileNotFoundError|ModuleNotFoundError|ImportError|PermissionError|NotADirectoryError|OSError)\b"
+)
 _FOREIGN = re.compile(r"Process (\d+) has ([\d.]+) GiB memory in use")
 _OWN = re.compile(r"this process has ([\d.]+) GiB memory in use")
 _CODES = {"shm_exhausted": {-7}, "host_oom": {-9}, "process_signal_crash": {-4, -6, -7, -8, -9, -11}}
-_NODE_OF_RANK = frozenset("process_signal_crash nccl_watchdog_stuck node_failure silent_data_corruption storage_io_error".split()) | GPU_FAULTS
+_NODE_OF_RANK = (
+    frozenset("process_signal_crash nccl_watchdog_stuck node_failure silent_data_corruption storage_io_error".split())
+    | GPU_FAULTS
+)
 
 
 @dataclass(slots=True)
@@ -50,7 +56,12 @@ def _named(story: Story, layout: Layout, logs: list[Log], spoke: set[int]) -> Na
         return _lost_node(story, layout)
     if story.cause in {"slurm_launch_failure", "host_oom"} and any("node" in e.groups for e in story.events):
         return _named_by_slurm(story, layout)
-    if story.cause.startswith("slurm_") or story.cause in {"healthy_running", "completed", "unknown_failure", "launch_config_error"}:
+    if story.cause.startswith("slurm_") or story.cause in {
+        "healthy_running",
+        "completed",
+        "unknown_failure",
+        "launch_config_error",
+    }:
         return Named()
     return _reporters(story, layout)
 
@@ -58,11 +69,18 @@ def _named(story: Story, layout: Layout, logs: list[Log], spoke: set[int]) -> Na
 def _wrong_gpu(story: Story, layout: Layout, logs: list[Log]) -> Named:
     """A result that another GPU cannot reproduce accuses the GPU of the attempt before; the reporter ran the check."""
     ranks = {event.rank for event in story.events if event.rank is not None}
-    told = [e for log in logs for e in log.events if e.signature.name.startswith("megatron-") and "node" in e.groups and e.rank in ranks]
+    told = [
+        e
+        for log in logs
+        for e in log.events
+        if e.signature.name.startswith("megatron-") and "node" in e.groups and e.rank in ranks
+    ]
     persistent = any("persistent" in e.message or "different GPU" in e.message for e in story.events)
     if persistent and told:
         told = [event for event in told if event.groups["node"] == told[0].groups["node"]]
-    nodes = {layout.short(e.groups["node"]) or e.groups["node"] for e in told} or {layout.node_of(rank) for rank in ranks}
+    nodes = {layout.short(e.groups["node"]) or e.groups["node"] for e in told} or {
+        layout.node_of(rank) for rank in ranks
+    }
     gpus = {f"{node}:{e.groups['gpu']}" for e in told for node in nodes}
     return Named(nodes, ranks, gpus, "its GPU gave the result that could not be reproduced")
 
@@ -94,17 +112,17 @@ def _reporters(story: Story, layout: Layout) -> Named:
     if layout.world_size > 1 and len(ranks) >= layout.world_size:
         ranks = set()
     named.ranks = ranks
-    if story.cause in _NODE_OF_RANK and story.cause != "storage_io_error":
-        if story.cause != "process_signal_crash" or len(layout.nodes) > 1:
-            named.nodes |= {layout.node_of(rank) for rank in ranks}
-            named.nodes |= {event.node for event in story.events if event.node and event.role in {"root", "kernel"}}
+    alone = story.cause == "process_signal_crash" and len(layout.nodes) < 2
+    if story.cause in _NODE_OF_RANK - {"storage_io_error"} and not alone:
+        named.nodes |= {layout.node_of(rank) for rank in ranks}
+        named.nodes |= {event.node for event in story.events if event.node and event.role in {"root", "kernel"}}
     if story.cause in GPU_FAULTS or story.cause in {"silent_data_corruption", "cuda_illegal_access"}:
         named.gpus |= {f"{layout.node_of(r)}:{layout.gpu_of(r)}" for r in ranks if not facts and layout.node_of(r)}
     _one_node_only(named, story, layout)
     return named
 
 
-def _from_kernel(named: Named, facts: list, ranks: set[int], story: Story, layout: Layout) -> None:  # type: ignore[type-arg]
+def _from_kernel(named: Named, facts: list[KernelFact], ranks: set[int], story: Story, layout: Layout) -> None:
     node = facts[0].node
     named.reason = f"its kernel log: {facts[0].event.message[:90]}"
     if node and story.cause in _NODE_OF_RANK | {"fabric_link_error"}:
@@ -176,7 +194,11 @@ def _endpoints(story: Story, layout: Layout) -> Named:
     if story.first is not None and story.first.signature.blame == "ofi":
         return _ofi(story, layout, reporters)
     if local:
-        return Named({event.node for event in story.events[:1]}, story.events[0].all_ranks, reason="its own adapter reports the error")
+        return Named(
+            {event.node for event in story.events[:1]},
+            story.events[0].all_ranks,
+            reason="its own adapter reports the error",
+        )
     ends = Counter(end for pair in set(pairs) for end in set(pair) if end)
     peers = {peer for _, peer in pairs if peer}
     sources = {node for node, _ in pairs if node}
@@ -189,21 +211,31 @@ def _endpoints(story: Story, layout: Layout) -> Named:
         return _broken_socket(story, peers, sources, silent, reporters)
     if len(set(pairs)) > 1 and len(top) == 2 and top[0][1] > top[1][1]:
         node = top[0][0]
-        ranks = {e.rank for e in story.fallout + story.events if e.node == node and e.rank is not None and "peer" in e.groups}
-        return Named({node}, ranks or _same_rail(node, reporters, layout), reason="the end that all reports have in common")
-    return Named({n for n, _ in top}, _flat(reporters), reason="one end of the only pair that reports; either may be bad")
+        ranks = {
+            e.rank for e in story.fallout + story.events if e.node == node and e.rank is not None and "peer" in e.groups
+        }
+        return Named(
+            {node}, ranks or _same_rail(node, reporters, layout), reason="the end that all reports have in common"
+        )
+    return Named(
+        {n for n, _ in top}, _flat(reporters), reason="one end of the only pair that reports; either may be bad"
+    )
 
 
 def _ofi(story: Story, layout: Layout, reporters: dict[str, set[int]]) -> Named:
     """libfabric does not name the peer. Senders that get no answer accuse the one node that reports nothing."""
     quiet = [node for node in layout.nodes if node not in reporters]
-    sending = all("SEND" in e.message or "unresponsive" in e.message.lower() for e in story.events if e.signature.blame == "ofi")
+    sending = all(
+        "SEND" in e.message or "unresponsive" in e.message.lower() for e in story.events if e.signature.blame == "ofi"
+    )
     if sending and len(quiet) == 1:
         return Named(set(quiet), _same_rail(quiet[0], reporters, layout), reason="the receiver that did not answer")
     return Named(set(reporters), _flat(reporters), reason="reports the transport error")
 
 
-def _broken_socket(story: Story, peers: set[str], sources: set[str], silent: set[str], reporters: dict[str, set[int]]) -> Named:
+def _broken_socket(
+    story: Story, peers: set[str], sources: set[str], silent: set[str], reporters: dict[str, set[int]]
+) -> Named:
     ranks = _flat(reporters)
     refused = story.first is not None and ("onnect" in story.first.message and "losed" not in story.first.message)
     if refused and "reset by peer" not in story.first.message:  # type: ignore[union-attr]

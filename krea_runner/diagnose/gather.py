@@ -71,7 +71,6 @@ class Log:
     last_at: float | None = None
     last_uptime_s: float | None = None
     bytes_read: int = 0
-    lines: int = 0
 
     def progress_after(self, line: int) -> int:
         return sum(1 for number in self.progress if number > line)
@@ -89,7 +88,7 @@ def read_log(name: str, number: int, catalog: Catalog, layout: Layout, *, node: 
         tail.append(block)
         while len(tail) > 1 and sum(len(kept.data) for kept in tail) - len(tail[0].data) >= TAIL_BYTES:
             tail.popleft()
-        log.lines = reader.take(block, search)
+        reader.take(block, search)
     _look_at_tail(log, tail)
     return log
 
@@ -108,15 +107,13 @@ class _Reader:
                 self.year = int(1970 + at // 31556952)
                 return
 
-    def take(self, block: Block, search: Search) -> int:
-        """Line number after the block."""
+    def take(self, block: Block, search: Search) -> None:
         data, line, position = block.data, block.first_line, 0
         for start, end, literals in search.lines(data):
             line += data.count(b"\n", position, start)
             position = start
             candidates = sorted({index for literal in literals for index in self.catalog.by_literal[literal]})
             self._line(data, start, end, line, candidates)
-        return line + data.count(b"\n", position)
 
     def _line(self, data: bytes, start: int, end: int, number: int, candidates: list[int]) -> None:
         line = read_line(data[start:end], self.year)
@@ -126,6 +123,9 @@ class _Reader:
             if joined is not None:
                 line = read_line(joined, self.year)
                 found = match(self.catalog, candidates, line.message)
+                kept = self.log.events[-1:]
+                if found is not None and kept and kept[0].role == "exception" and line.text.startswith(kept[0].text):
+                    self.log.events.pop()  # what its first half alone looked like
         if found is None:
             return
         if line.at is not None:
@@ -211,7 +211,12 @@ def locate(event: Event, line: LogLine, layout: Layout, log: Log) -> None:
         return
     if event.rank is None and ("rank" in groups or "rank2" in groups):
         event.rank = int(groups.get("rank") or groups["rank2"])
-    if event.rank is None and line.label is not None and layout.launcher != "torchrun" and (layout.launcher or line.label):
+    if (
+        event.rank is None
+        and line.label is not None
+        and layout.launcher != "torchrun"
+        and (layout.launcher or line.label)
+    ):
         event.rank = line.label
     if event.rank is None and line.pid is not None:
         event.rank = layout.pid_ranks.get((event.node, line.pid))

@@ -40,7 +40,13 @@ class Layout:
         return sorted(rank for rank, where in self.rank_nodes.items() if where == node)
 
     def rank_at(self, node: str, device: int | None) -> int | None:
-        if device is None or device < 0 or node not in self.nodes or not self.gpus_per_node or device >= self.gpus_per_node:
+        if (
+            device is None
+            or device < 0
+            or node not in self.nodes
+            or not self.gpus_per_node
+            or device >= self.gpus_per_node
+        ):
             return None
         return self.nodes.index(node) * self.gpus_per_node + device
 
@@ -64,7 +70,7 @@ class Layout:
             return name
         if name.removeprefix("::ffff:") in self.addresses:
             return self.addresses[name.removeprefix("::ffff:")]
-        first = name.split(".")[0]
+        first = name.split(".", maxsplit=1)[0]
         for node in self.nodes:
             if first == node or first.removesuffix("-ib") == node or node.split(".")[0] == first:
                 return node

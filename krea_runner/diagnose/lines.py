@@ -7,7 +7,9 @@ from datetime import UTC, datetime
 
 TEXT_LIMIT = 4096  # characters of a line that are looked at; time-out and CUDA messages are shorter
 _ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-_BAR = re.compile(r"^.{0,200}?\d{1,3}%\|[^|]{0,300}\|[^\]]{0,200}\]")  # a tqdm bar that something else was printed behind
+_BAR = re.compile(
+    r"^.{0,200}?\d{1,3}%\|[^|]{0,300}\|[^\]]{0,200}\]"
+)  # a tqdm bar that something else was printed behind
 _LABEL = re.compile(r" {0,6}(\d{1,6}): ?")
 _RANK = re.compile(r"\[rank(\d+)\]:\s?")
 _GLOG = re.compile(
@@ -16,16 +18,20 @@ _GLOG = re.compile(
 _PG = re.compile(r"\[(?:(PG [^\]]{1,80}?) )?Rank (\d+)\] {0,3}")
 _COPY = re.compile(
     r"(?: {0,4}what\(\): {1,3}|(?:Process group|NCCL) watchdog thread terminated with exception: "
-    r"|found async exception when checking for NCCL errors: |WorkNCCL\([^)]*\)(?:[^)]*\))? raised the following async exception: )"
+    r"|found async exception when checking for NCCL errors: |WorkNCCL\([^)]*\)(?:[^)]*\))? "
+    r"raised the following async exception: )"
 )
-_NCCL = re.compile(r"(?:\[([\d-]{10} [\d:]{8})\] )?([\w.-]+):(\d+):\d+ \[(\d+)\] (?:\S+:\d+ )?(?=NCCL (?:WARN|INFO|ERROR|TRACE))")
+_NCCL = re.compile(
+    r"(?:\[([\d-]{10} [\d:]{8})\] )?([\w.-]+):(\d+):\d+ \[(\d+)\] (?:\S+:\d+ )?(?=NCCL (?:WARN|INFO|ERROR|TRACE))"
+)
 _PYLOG = re.compile(
     r"\[?(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)[.,]?\d*\]?(?: \[\d+\])? ?"
     r"(?:\| ?(\w+) {0,8}\| ?\S+ ?[-–] |[\w.]+: \[(\w+)\] |- ?(\w+) ?- |: ([EWIF]) \S+\] |\[(\w+)\] )"
 )
 _LEVEL = re.compile(r"(ERROR|WARNING|CRITICAL|INFO):[\w.]+: ?")
 _KERNEL = re.compile(
-    r"(?:<\d+>)?(?:\[ *(?:(\d+\.\d+)|(\w{3} \w{3} +\d+ \d\d:\d\d:\d\d \d{4}))\] ?|(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\S* (?:([\w.-]+) kernel: )?"
+    r"(?:<\d+>)?(?:\[ *(?:(\d+\.\d+)|(\w{3} \w{3} +\d+ \d\d:\d\d:\d\d \d{4}))\] ?"
+    r"|(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\S* (?:([\w.-]+) kernel: )?"
     r"|(\w{3} +\d+ \d\d:\d\d:\d\d) ([\w.-]+) kernel: (?:\[ *\d+\.\d+\] )?)"
 )
 _CANCELLED = re.compile(r"CANCELLED AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")

@@ -54,7 +54,11 @@ def _verdict(logs: list[Log], layout: Layout, catalog: Catalog) -> Verdict:
     named = blame.suspects(story, layout, logs, spoke)
     cause = catalog.causes[story.cause]
     policy = cause.policy
-    if story.cause == "storage_io_error" and len(named.nodes) == 1 and story.why.startswith(("one node only", "every rank of one node")):
+    if (
+        story.cause == "storage_io_error"
+        and len(named.nodes) == 1
+        and story.why.startswith(("one node only", "every rank of one node"))
+    ):
         policy = "restart_and_exclude_node"
     return Verdict(
         cause=story.cause,
@@ -72,7 +76,13 @@ def _verdict(logs: list[Log], layout: Layout, catalog: Catalog) -> Verdict:
 
 
 def _symptom(story: Story) -> str:
-    for role, word in (("timeout", "hang"), ("stuck", "hang"), ("scheduler", "ended by Slurm"), ("signal", "crash"), ("exit", "crash")):
+    for role, word in (
+        ("timeout", "hang"),
+        ("stuck", "hang"),
+        ("scheduler", "ended by Slurm"),
+        ("signal", "crash"),
+        ("exit", "crash"),
+    ):
         if any(event.role == role for event in [*story.events, *story.fallout]):
             return word
     return "crash" if story.first is not None else ""

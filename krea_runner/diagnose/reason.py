@@ -67,7 +67,9 @@ def tell(logs: list[Log], layout: Layout, catalog: Catalog) -> Story:
         return _no_failure(events, layout)
     if any(event.role == "end" and _exit_0(event, open_events) for event in events):
         return _no_failure(events, layout)
-    if any(event.role == "end" for event in events) and all(event.role in {"network", "fallout"} for event in open_events):
+    if any(event.role == "end" for event in events) and all(
+        event.role in {"network", "fallout"} for event in open_events
+    ):
         return _no_failure(events, layout)
     kernel = facts(logs, layout, catalog, _started_at(logs))
     story = _choose(open_events, events, kernel, table, layout)
@@ -80,9 +82,7 @@ def this_attempt(log: Log) -> list[Event]:
     """The log's events after its last restart: a start banner after something had ended, or torchelastic's own word."""
     begin, ended = 0, False
     for event in log.events:
-        if event.role == "restart":
-            begin, ended = event.line, False
-        elif event.role == "start" and ended:
+        if event.role == "restart" or (event.role == "start" and ended):
             begin, ended = event.line, False
         elif event.role in {"exit", "scheduler", "signal"}:
             ended = True
@@ -108,7 +108,13 @@ def _no_failure(events: list[Event], layout: Layout) -> Story:
         return Story("completed", why="the log says that training is done, and nothing failed before that")
     steps = [event for event in events if event.signature.name in {"slurm-step-cancelled", "slurm-task-failure"}]
     if steps and not layout.still_running:
-        return Story("slurm_cancelled", steps[0], steps, confidence="medium", why="the step was cancelled, and nothing had failed")
+        return Story(
+            "slurm_cancelled",
+            steps[0],
+            steps,
+            confidence="medium",
+            why="the step was cancelled, and nothing had failed",
+        )
     if layout.still_running is False:
         return Story("completed", confidence="medium", why="the job has ended and no line of it tells of a failure")
     return Story("healthy_running", why="no failure, or progress went on after it")
@@ -172,7 +178,9 @@ def _choose(
         return _signal_story(deaths)
     rest = by_role.get("network", []) or by_role.get("exit", []) or events
     if rest[0].role == "network":
-        return Story(rest[0].signature.cause, rest[0], rest, confidence="low", why="only secondary network errors are left")
+        return Story(
+            rest[0].signature.cause, rest[0], rest, confidence="low", why="only secondary network errors are left"
+        )
     return Story("unknown_failure", rest[0], rest[:1], confidence="low", why="an exit code, and no line that says why")
 
 
@@ -224,8 +232,10 @@ def _scheduler(by_role: dict[str, list[Event]], faults: list[Event]) -> Story | 
     if nodes:
         if before and not named:
             return None
-        return None if before and before[0].role == "root" else Story(
-            "node_failure", nodes[0], nodes, why="Slurm itself gave the node up"
+        return (
+            None
+            if before and before[0].role == "root"
+            else Story("node_failure", nodes[0], nodes, why="Slurm itself gave the node up")
         )
     weaker = ("signal", "exit", "fabric", "stuck", "timeout") if cause in STOPS_IN_PEACE else ("signal",)
     before += [event for role in weaker for event in by_role.get(role, []) if event.order < first.order]
@@ -260,7 +270,11 @@ def _kernel_word(
     visible = faults or [e for e in everything if e.role not in {"exit", "scheduler"}] or everything
     on_node = [event for event in visible if event.node == fact.node]
     log_first = (on_node if faults and on_node else visible)[0]
-    first = fact.event if fact.event.at is not None and fact.event.order[0] < log_first.order[0] - SAME_MOMENT_S else log_first
+    first = (
+        fact.event
+        if fact.event.at is not None and fact.event.order[0] < log_first.order[0] - SAME_MOMENT_S
+        else log_first
+    )
     mine = [f.event for f in strong or kernel if f.cause == fact.cause and f.node == fact.node]
     support = [event for event in on_node if event.role in {"root", "exception", "stuck"}]
     return Story(fact.cause, first, [*mine, *support], why=f"the kernel log of {fact.node or 'the node'} names it")
@@ -277,7 +291,11 @@ def _fault_story(faults: list[Event], everything: list[Event]) -> Story:
         if hardware and cause == "cuda_illegal_access":
             first, cause = min(first, hardware[0], key=lambda event: event.order), hardware[0].signature.cause
             return Story(cause, hardware[0], hardware, why="a GPU of the same node reports a hardware fault")
-    full = [event for event in faults if event.signature.cause == "storage_full" and event.signature.name != "torch-save-failed"]
+    full = [
+        event
+        for event in faults
+        if event.signature.cause == "storage_full" and event.signature.name != "torch-save-failed"
+    ]
     if first.signature.name == "torch-save-failed" and not full:
         io = [event for event in faults if event.signature.cause == "storage_io_error"]
         if io:
@@ -292,7 +310,19 @@ def _fault_story(faults: list[Event], everything: list[Event]) -> Story:
 def _is_death(event: Event, cut: tuple[float, int, int]) -> bool:
     if event.order > cut:
         return False
-    return event.signature.name != "elastic-failed" or int(event.groups["code"]) in {-4, -6, -7, -8, -9, -11, 132, 134, 135, 137, 139}
+    return event.signature.name != "elastic-failed" or int(event.groups["code"]) in {
+        -4,
+        -6,
+        -7,
+        -8,
+        -9,
+        -11,
+        132,
+        134,
+        135,
+        137,
+        139,
+    }
 
 
 def _is_abort(event: Event) -> bool:
@@ -301,11 +331,21 @@ def _is_abort(event: Event) -> bool:
 
 def _signal_story(deaths: list[Event]) -> Story:
     order = {"Segmentation fault": 0, "Bus error": 0}
-    first = min(deaths, key=lambda event: (order.get(event.groups.get("signal", ""), 0 if "signal" not in event.groups else 1), event.order))
+    first = min(
+        deaths,
+        key=lambda event: (
+            order.get(event.groups.get("signal", ""), 0 if "signal" not in event.groups else 1),
+            event.order,
+        ),
+    )
     how = (first.groups.get("signal"), first.groups.get("code"))
     same = [event for event in deaths if (event.groups.get("signal"), event.groups.get("code")) == how]
     return Story(
-        "process_signal_crash", first, same or [first], confidence="medium", why="a process died of a signal, and nothing says why"
+        "process_signal_crash",
+        first,
+        same or [first],
+        confidence="medium",
+        why="a process died of a signal, and nothing says why",
     )
 
 
@@ -340,5 +380,10 @@ def _timeout_story(timeouts: list[Event], everything: list[Event], layout: Layou
     blame = analyse(timeouts, statuses, layout)
     cause = "collective_desync" if blame.desync else "nccl_timeout"
     return Story(
-        cause, blame.first, timeouts, blame=blame, confidence="medium" if blame.ranks else "low", why="time-outs, and nothing before them"
+        cause,
+        blame.first,
+        timeouts,
+        blame=blame,
+        confidence="medium" if blame.ranks else "low",
+        why="time-outs, and nothing before them",
     )

@@ -51,7 +51,9 @@ class Catalog:
     by_literal: tuple[tuple[int, ...], ...]
 
 
-def parse(document: Mapping[str, Any], origin: str) -> tuple[dict[str, Cause], list[Signature], dict[int, tuple[str, str]]]:
+def parse(
+    document: Mapping[str, Any], origin: str
+) -> tuple[dict[str, Cause], list[Signature], dict[int, tuple[str, str]]]:
     """Raises ConfigError naming every wrong entry."""
     problems: list[str] = []
     causes = {
@@ -121,7 +123,9 @@ def load_catalog(extra: tuple[Path, ...] = ()) -> Catalog:
     unknown = [f"{s.name}: no cause is called {s.cause!r}" for s in own if s.cause and s.cause not in causes]
     if unknown:
         raise ConfigError(
-            "a signature names an unknown cause", problems=unknown, hint="add it under [cause], or use one of: " + ", ".join(sorted(causes))
+            "a signature names an unknown cause",
+            problems=unknown,
+            hint="add it under [cause], or use one of: " + ", ".join(sorted(causes)),
         )
     return combine(causes, [*own, *signatures], xids)
 
@@ -130,7 +134,9 @@ def read_table(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read signatures from {path}: {error}", hint="see docs/reference/signatures.md") from error
+        raise ConfigError(
+            f"cannot read signatures from {path}: {error}", hint="see docs/reference/signatures.md"
+        ) from error
 
 
 def match(catalog: Catalog, indices: Iterable[int], message: str) -> tuple[Signature, re.Match[str]] | None:

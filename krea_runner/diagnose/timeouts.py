@@ -5,6 +5,7 @@ desync; ranks of the group that report nothing; the lowest last-enqueued work. E
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from krea_runner.diagnose.gather import Event
 from krea_runner.diagnose.layout import Layout
@@ -50,24 +51,32 @@ def analyse(timeouts: list[Event], statuses: list[Event], layout: Layout) -> Bla
     first = min(groups, key=lambda group: group.first.order)
     desync = _odd_ones(first)
     if desync is not None:
-        return Blame(first.first, desync, f"another operation at sequence number {first.sequence} than the others", desync=True)
+        return Blame(
+            first.first, desync, f"another operation at sequence number {first.sequence} than the others", desync=True
+        )
     members = _members(first, layout)
     silent = sorted(members - set(first.reports))
     if silent and _is_plausible(silent, members, layout):
         return Blame(
-            first.first, tuple(silent), f"did not report the time-out of collective {first.sequence}: it never got there, or is stuck"
+            first.first,
+            tuple(silent),
+            f"did not report the time-out of collective {first.sequence}: it never got there, or is stuck",
         )
     late = _lagging(first)
     if late:
-        return Blame(first.first, late, f"enqueued less than the others when collective {first.sequence} timed out: it came late")
-    return Blame(first.first, (), "every rank reports the same collective: GPU, network or lost lines; no rank can be named")
+        return Blame(
+            first.first, late, f"enqueued less than the others when collective {first.sequence} timed out: it came late"
+        )
+    return Blame(
+        first.first, (), "every rank reports the same collective: GPU, network or lost lines; no rank can be named"
+    )
 
 
 def _collectives(timeouts: list[Event], statuses: list[Event]) -> list[Collective]:
     group_of: dict[tuple[int, str], Event] = {}
-    for status in statuses:
-        if status.rank is not None and status.group:
-            group_of.setdefault((status.rank, status.groups["seq"]), status)
+    for told in statuses:
+        if told.rank is not None and told.group:
+            group_of.setdefault((told.rank, told.groups["seq"]), told)
     found: dict[tuple[str, int], Collective] = {}
     for event in timeouts:
         if event.rank is None or "seq" not in event.groups:
@@ -109,7 +118,7 @@ def _members(group: Collective, layout: Layout) -> set[int]:
         whole = set(range(layout.world_size))
         size = _size(group)
         return set(range(size)) if size and size < len(whole) else whole or set(group.reports)
-    steps = {(b[1] - a[1]) // (b[0] - a[0]) for a, b in zip(pairs, pairs[1:], strict=False) if b[0] != a[0]}
+    steps = {(b[1] - a[1]) // (b[0] - a[0]) for a, b in pairwise(pairs) if b[0] != a[0]}
     if len(steps) != 1 or (step := steps.pop()) <= 0:
         return set(group.reports)
     base = pairs[0][1] - pairs[0][0] * step

@@ -107,6 +107,7 @@ HEAVY = {
         ("import krea_runner", set()),
         ("from krea_runner import Heartbeat", set()),
         ("import krea_runner.diagnose.hang, krea_runner.diagnose.end, krea_runner.decide.decision", set()),
+        ("import krea_runner.diagnose.logs", set()),
         ("import krea_runner.schedulers.slurm_cli, krea_runner.schedulers.local", set()),
         ("import krea_runner.observe.snapshot", set()),
         ("import krea_runner.config", set()),
