@@ -1,8 +1,11 @@
 """The only place that runs a command and waits for it: argv lists, a timeout, an own session, a known environment."""
 
 import os
+import selectors
 import signal
 import subprocess
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,3 +75,64 @@ def run(
         stderr=err.decode(errors="replace"),
         timed_out=timed_out,
     )
+
+
+class Companion:
+    """A child process that answers one line with one line, for as long as we ask it."""
+
+    def __init__(self, argv: Sequence[str], *, env: Mapping[str, str]) -> None:
+        """Raises: OSError where it cannot be started."""
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
+        self._process = subprocess.Popen(
+            list(argv),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._words,
+            env=dict(env),
+            bufsize=0,
+            start_new_session=True,
+        )
+
+    def ask(self, line: str, *, timeout_s: float) -> str:
+        """An empty `line` sends nothing: it waits for what the child says of itself.
+
+        Raises: TimeoutError; EOFError when the child has ended, with the last it said on stderr. Either way it is gone.
+        """
+        try:
+            return self._ask(line, time.monotonic() + timeout_s)
+        except (TimeoutError, EOFError):
+            self.close()
+            raise
+
+    def _ask(self, line: str, deadline: float) -> str:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None  # noqa: S101 - both are pipes
+        assert stdout is not None  # noqa: S101
+        try:
+            if line:
+                stdin.write(f"{line}\n".encode())
+        except OSError as error:
+            raise EOFError(self._last_words()) from error
+        answer = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(stdout, selectors.EVENT_READ)
+            while not answer.endswith(b"\n"):
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError
+                part = stdout.read(1 << 20)
+                if not part:
+                    raise EOFError(self._last_words())
+                answer += part
+        return answer.decode(errors="replace")
+
+    def _last_words(self) -> str:
+        self._words.seek(0)
+        return self._words.read()[-2000:].decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Kill it; nothing is waited for but its end."""
+        for pipe in (self._process.stdin, self._process.stdout, self._words):
+            if pipe is not None:
+                pipe.close()
+        self._process.kill()
+        self._process.wait()

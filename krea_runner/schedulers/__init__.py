@@ -1,7 +1,8 @@
-"""One seam to whatever runs jobs. `slurm_cli` and `local` pass the same contract tests (tests/contract/)."""
+"""One seam to whatever runs jobs. `slurm_cli`, `slurm_api` and `local` pass the same contract tests (tests/contract/)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -178,11 +179,20 @@ def refuse_others_drains(
 def open_scheduler(kind: str, *, state_dir: Path) -> Scheduler:
     """`kind` as in run.toml. `state_dir` is where `local` keeps its jobs."""
     if kind == "slurm":
-        from krea_runner.schedulers.slurm_cli import SlurmCli
-
-        return SlurmCli()
+        return _open_slurm()
     if kind == "local":
         from krea_runner.schedulers.local import LocalScheduler
 
         return LocalScheduler(state_dir / "local")
     raise ConfigError(f"scheduler {kind!r} does not exist", hint=f"use one of: {', '.join(SCHEDULERS)}")
+
+
+def _open_slurm() -> Scheduler:
+    """pyslurm is looked for, not imported: it lives in a process of its own."""
+    if find_spec("pyslurm") is None:
+        from krea_runner.schedulers.slurm_cli import SlurmCli
+
+        return SlurmCli(Check("interface", True, "Slurm's commands: pyslurm is not installed (it need not be)"))
+    from krea_runner.schedulers.slurm_api import open_api
+
+    return open_api()

@@ -93,6 +93,10 @@ class SlurmCli:
     name = "slurm"
     whole_second_starts = True
 
+    def __init__(self, interface: Check | None = None) -> None:
+        """`interface` is what `checks` says of why it is the commands that are used."""
+        self._interface = interface
+
     def jobs(self, job_ids: Sequence[str]) -> dict[str, JobRecord]:
         """A job that squeue has forgotten (MinJobAge, by default 300 s after its end) is looked up in accounting, where
         the cluster has any. When accounting cannot be asked, such a job is UNKNOWN beside those that squeue does know;
@@ -189,7 +193,7 @@ class SlurmCli:
     def checks(self) -> list[Check]:
         from krea_runner.schedulers.slurm_checks import checks
 
-        return checks()
+        return [*checks(), *([self._interface] if self._interface else [])]
 
 
 def _with_name(record: JobRecord) -> JobRecord:
