@@ -1,14 +1,12 @@
 """Slurm through its own commands, as any user of a login node may call them: nothing to install, 22.05 to 26.05."""
 
-import os
 import re
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from krea_runner.errors import JobNotFound, SchedulerError, SchedulerOutputError, SchedulerUnavailable
 from krea_runner.model import JobRecord, JobState
-from krea_runner.proc import Completed, clean_environment, run
+from krea_runner.proc import Completed
 from krea_runner.schedulers import Check
 from krea_runner.schedulers.slurm_parse import (
     ACCOUNTING_OFF,
@@ -24,6 +22,7 @@ from krea_runner.schedulers.slurm_parse import (
     read_refusal,
     squeue_format,
 )
+from krea_runner.transport import HERE, Transport
 
 # Without a controller a command takes 9 to 10 s to say so (22.05.8, MessageTimeout=10): longer than this is a hang.
 TIMEOUT_S = 20.0
@@ -84,19 +83,22 @@ class SlurmCli:
     name = "slurm"
     whole_second_starts = True
 
+    def __init__(self, transport: Transport = HERE) -> None:
+        self.transport = transport
+
     def jobs(self, job_ids: Sequence[str]) -> dict[str, JobRecord]:
         """A job that squeue has forgotten (MinJobAge, by default 300 s after its end) is looked up in accounting, where
         the cluster has any. When accounting cannot be asked, such a job is UNKNOWN beside those that squeue does know;
         when it is all that was asked for, SchedulerUnavailable."""
         if not job_ids:
             return {}
-        done = ask(squeue_argv(job_ids), doing="asking for jobs")
+        done = self._ask(squeue_argv(job_ids), doing="asking for jobs")
         found = answers(job_ids, parse_squeue(done.stdout, done.stderr))
         gone = [job_id for job_id in job_ids if job_id not in found]
         if not gone:
             return found
         try:
-            return found | _accounted(gone)
+            return found | _accounted(gone, self.transport)
         except SchedulerUnavailable:
             if not found:
                 raise
@@ -104,19 +106,22 @@ class SlurmCli:
             return found | {job_id: JobRecord(job_id, JobState.UNKNOWN, unseen) for job_id in gone}
 
     def find_by_tag(self, tag: str) -> list[JobRecord]:
-        done = ask(tagged_argv(), doing="looking for your jobs")
+        done = self._ask(tagged_argv(), doing="looking for your jobs")
         tagged = [job_id for job_id, comment in parse_comments(done.stdout, done.stderr) if comment == tag]
         return sorted(self.jobs(tagged).values(), key=lambda job: job.submitted_at or 0.0, reverse=True)
 
     def submit(self, script: Path, *, tag: str) -> str:
         doing = f"submitting {script}"
-        if shutil.which("sbatch") is None:  # the one failure to ask that is a definite no: nothing was sent
+        # The failures to ask that are a definite no: nothing was sent.
+        try:
+            found = self.transport.has("sbatch")
+        except SchedulerUnavailable as error:
+            raise SchedulerError(f"{doing}: {error}", hint=error.hint) from error
+        if not found:
             raise SchedulerError(f"{doing}: sbatch is not on PATH", hint=_NOT_ON_PATH)
-        # sbatch's environment becomes the job's: cleaned of what would leak, and otherwise the user's own.
-        environment = clean_environment(os.environ)
         argv = sbatch_argv(script, tag)
         try:
-            done = ask(argv, doing=doing, timeout_s=SUBMIT_TIMEOUT_S, env=environment)
+            done = self._ask(argv, doing=doing, timeout_s=SUBMIT_TIMEOUT_S, users_environment=True)
         except SchedulerError as error:
             error.hint = error.hint or f"try it by hand: sbatch --test-only {script}"
             raise
@@ -128,29 +133,36 @@ class SlurmCli:
             ) from error
 
     def requeue(self, job_id: str) -> None:
-        ask(requeue_argv(job_id), doing=f"requeueing job {job_id}")
+        self._ask(requeue_argv(job_id), doing=f"requeueing job {job_id}")
 
     def start_now(self, job_id: str) -> None:
-        ask(start_now_argv(job_id), doing=f"lifting the start time of job {job_id}")
+        self._ask(start_now_argv(job_id), doing=f"lifting the start time of job {job_id}")
 
     def cancel(self, job_id: str) -> None:
         try:
-            ask(cancel_argv(job_id), doing=f"cancelling job {job_id}")
+            self._ask(cancel_argv(job_id), doing=f"cancelling job {job_id}")
         except JobNotFound:
             return
 
     def checks(self) -> list[Check]:
         from krea_runner.schedulers.slurm_checks import checks
 
-        return checks()
+        return checks(self.transport)
+
+    def _ask(
+        self, argv: Sequence[str], *, doing: str, timeout_s: float = TIMEOUT_S, users_environment: bool = False
+    ) -> Completed:
+        return ask(
+            argv, doing=doing, timeout_s=timeout_s, users_environment=users_environment, transport=self.transport
+        )
 
 
-def _accounted(job_ids: Sequence[str]) -> dict[str, JobRecord]:
+def _accounted(job_ids: Sequence[str], transport: Transport) -> dict[str, JobRecord]:
     """What accounting remembers; nothing on a cluster without it, or where sacct is not installed."""
-    if shutil.which("sacct") is None:
+    if not transport.has("sacct"):
         return {}
     try:
-        done = ask(sacct_argv(job_ids), doing="asking accounting for jobs")
+        done = ask(sacct_argv(job_ids), doing="asking accounting for jobs", transport=transport)
     except SchedulerError as error:
         if ACCOUNTING_OFF in error.stderr:
             return {}
@@ -162,15 +174,20 @@ _NOT_ON_PATH = "is this a login node of the cluster? Slurm's commands must be on
 
 
 def ask(
-    argv: Sequence[str], *, doing: str, timeout_s: float = TIMEOUT_S, env: Mapping[str, str] | None = None
+    argv: Sequence[str],
+    *,
+    doing: str,
+    timeout_s: float = TIMEOUT_S,
+    users_environment: bool = False,
+    transport: Transport = HERE,
 ) -> Completed:
-    """The answer of a command that exited 0.
+    """The answer of a command that exited 0 on the host that `transport` leads to.
 
     Raises: what its words mean (slurm_parse); SchedulerUnavailable when it could not be run, was killed, or gave no
     answer in time.
     """
     try:
-        done = run(argv, timeout_s=timeout_s, env=env)
+        done = transport.run(argv, timeout_s=timeout_s, users_environment=users_environment)
     except OSError as error:
         raise SchedulerUnavailable(
             f"{doing}: cannot run {argv[0]}: {error.strerror}", argv=argv, hint=_NOT_ON_PATH
