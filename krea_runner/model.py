@@ -175,6 +175,9 @@ class RunConfig:
     """A list is one argv; a string is a shell line the user wrote."""
     workdir: Path
     scheduler: str = "slurm"
+    transport: str = "local"
+    """Where the scheduler's commands run: here, or on `ssh_host`."""
+    ssh_host: str = ""
     env: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}))
     gang: Gang = field(default_factory=Gang)
     slurm: MappingProxyType[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -182,6 +185,11 @@ class RunConfig:
     budgets: Budgets = field(default_factory=Budgets)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     policy: Policy = field(default_factory=Policy)
+
+    @property
+    def endpoint(self) -> str:
+        """`slurm`, `local`, or `slurm@login1`: runs of one endpoint are asked about in one question."""
+        return f"{self.scheduler}@{self.ssh_host}" if self.transport == "ssh" else self.scheduler
 
 
 # ------------------------------------------------------------------------------------------------ runs and attempts

@@ -19,10 +19,12 @@ def checks(transport: Transport = HERE) -> list[Check]:
         missing = [command for command in COMMANDS if not transport.has(command)]
     except SchedulerError as error:
         return [Check("connection", False, str(error), error.hint or "")]
+    found = [Check("connection", True, transport.describe())] if transport.host else []
     if missing:
         hint = "run this on a login node of the cluster; Slurm's commands must be on PATH, e.g. module load slurm"
-        return [Check("commands", False, f"not on PATH: {', '.join(missing)}", hint)]
-    found = [Check("commands", True, f"{', '.join(COMMANDS)} found, {_said(['sbatch', '--version'], transport)}")]
+        return [*found, Check("commands", False, f"not on PATH: {', '.join(missing)}", hint)]
+    version = _said(["sbatch", "--version"], transport)
+    found.append(Check("commands", True, f"{', '.join(COMMANDS)} found, {version}"))
     try:
         ping = ask(["scontrol", "ping"], doing="asking the controller", transport=transport)
         shown = ask(["scontrol", "show", "config"], doing="asking for the configuration", transport=transport)

@@ -28,6 +28,9 @@ class Transport(Protocol):
     def has(self, command: str) -> bool:
         """Whether `command` is on PATH there. Raises: SchedulerUnavailable."""
 
+    def describe(self) -> str:
+        """Who is connected where; for `doctor`. Raises: SchedulerUnavailable."""
+
 
 class Here:
     host = ""
@@ -40,6 +43,9 @@ class Here:
 
     def has(self, command: str) -> bool:
         return shutil.which(command) is not None
+
+    def describe(self) -> str:
+        return "this host"
 
 
 HERE = Here()
