@@ -179,6 +179,9 @@ class RunConfig:
     """A list is one argv; a string is a shell line the user wrote."""
     workdir: Path
     scheduler: str = "slurm"
+    transport: str = "local"
+    """Where the scheduler's commands run: here, or on `ssh_host`."""
+    ssh_host: str = ""
     env: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}))
     gang: Gang = field(default_factory=Gang)
     slurm: MappingProxyType[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -188,6 +191,11 @@ class RunConfig:
     policy: Policy = field(default_factory=Policy)
     job_log: Path | None = None
     """Of an adopted job, its own log: it has no batch script of ours, so no events and no heartbeats."""
+
+    @property
+    def endpoint(self) -> str:
+        """`slurm`, `local`, or `slurm@login1`: runs of one endpoint are asked about in one question."""
+        return f"{self.scheduler}@{self.ssh_host}" if self.transport == "ssh" else self.scheduler
 
 
 # ------------------------------------------------------------------------------------------------ runs and attempts

@@ -37,7 +37,8 @@ SHARED = frozenset(
 
 def doctor(
     scheduler: Annotated[
-        str | None, typer.Option(help="Check only this one: `slurm` or `local`.", show_default=False)
+        str | None,
+        typer.Option(help="Check only this one: `slurm`, `local`, or `slurm@HOST` over SSH.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> None:
@@ -254,8 +255,9 @@ def _run_dirs(runs: "list[Run]") -> Iterator[Check]:
 def _kinds(only: str | None, runs: "list[Run]") -> list[str]:
     if only is not None:
         return [only]
-    slurm = shutil.which("sbatch") is not None or any(run.config.scheduler == "slurm" for run in runs)
-    return ["slurm", "local"] if slurm else ["local"]
+    slurm = shutil.which("sbatch") is not None or any(run.config.endpoint == "slurm" for run in runs)
+    far = sorted({run.config.endpoint for run in runs if run.config.transport == "ssh"})
+    return [*far, *(["slurm", "local"] if slurm else ["local"])]
 
 
 def _scheduler(kind: str) -> Iterator[Check]:

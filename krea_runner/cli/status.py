@@ -89,8 +89,8 @@ def look(history: "History", runs: Sequence["Run"], clock: Any) -> _Looked:
     jobs: dict[str, JobRecord] = {}
     unasked: dict[str, str] = {}
     asked = [run for run in runs if run.job_id is not None and not _is_over(run)]
-    for kind in sorted({run.config.scheduler for run in asked}):
-        ids = [run.job_id for run in asked if run.config.scheduler == kind and run.job_id is not None]
+    for kind in sorted({run.config.endpoint for run in asked}):
+        ids = [run.job_id for run in asked if run.config.endpoint == kind and run.job_id is not None]
         try:
             jobs |= {f"{kind} {job_id}": job for job_id, job in context.scheduler(kind).jobs(ids).items()}
         except SchedulerError as error:
@@ -102,8 +102,8 @@ def look(history: "History", runs: Sequence["Run"], clock: Any) -> _Looked:
         _view(
             history,
             run,
-            jobs.get(f"{run.config.scheduler} {run.job_id}"),
-            "" if _is_over(run) else unasked.get(run.config.scheduler, ""),
+            jobs.get(f"{run.config.endpoint} {run.job_id}"),
+            "" if _is_over(run) else unasked.get(run.config.endpoint, ""),
             incidents.get(run.run_id, []),
             clock,
         )
@@ -208,6 +208,7 @@ def view_document(view: "RunView") -> dict[str, Any]:
         "updated_at": utc(run.updated_at),
         "run_dir": str(run.config.run_dir),
         "scheduler": run.config.scheduler,
+        "ssh_host": run.config.ssh_host or None,
         "job_id": run.job_id,
         "job": None if job is None else document(job),
         "could_not_see": [*([snapshot.blind] if snapshot.blind else []), *snapshot.problems],

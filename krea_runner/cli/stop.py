@@ -45,7 +45,7 @@ def stop(
     action = history.open_action(found.run_id)
     if action is not None and lease is not None:
         try:
-            work = Work(found, context.scheduler(found.config.scheduler), lease, action)
+            work = Work(found, context.scheduler(found.config.endpoint), lease, action)
             carry_out([work], history, clock, deadline=clock.mono() + 15.0)
             action = work.action
         except SchedulerError as error:

@@ -37,7 +37,7 @@ def submit(
 
     config = load_run(run_toml)
     if scheduler is not None:
-        config = replace(config, scheduler=scheduler)
+        config = replace(config, scheduler=scheduler, transport=config.transport if scheduler == "slurm" else "local")
     if dry_run:
         typer.echo(render(config), nl=False)
         return
@@ -46,12 +46,12 @@ def submit(
         config,
         run_toml,
         history=context.history(),
-        scheduler=context.scheduler(config.scheduler),
+        scheduler=context.scheduler(config.endpoint),
         user=context.current_user(),
         clock=SystemClock(),
     )
     if as_json:
         print_json({"run": config.name, "run_id": run.run_id, "job_id": run.job_id, "run_dir": str(config.run_dir)})
         return
-    typer.echo(f"submitted {config.name!r} as job {run.job_id} ({config.scheduler}), {config.gang.nodes} nodes")
+    typer.echo(f"submitted {config.name!r} as job {run.job_id} ({config.endpoint}), {config.gang.nodes} nodes")
     typer.echo(f"  keep it going:  krea-runner supervise --every 10s      see it:  krea-runner status {reference(run)}")

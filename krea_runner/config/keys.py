@@ -39,6 +39,13 @@ def path(value: Any) -> str:
     return result
 
 
+def ssh_host(value: Any) -> str:
+    result = text(value)
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*", result):
+        raise ValueError(f"the name of a host is wanted (its user and port stand in ~/.ssh/config), not {value!r}")
+    return result
+
+
 def command(value: Any) -> tuple[str, ...] | str:
     if isinstance(value, str) and value.strip():
         if "\x00" in value:
@@ -180,6 +187,9 @@ TABLES: dict[str, tuple[Key, ...]] = {
             "No backslash, at most one `%`.", "runs/<name>"),
         Key("workdir", path, "Where the command runs; relative to this file.", "."),
         Key("scheduler", one_of(*SCHEDULERS), "`slurm`, or `local`: one machine that plays the nodes.", "slurm"),
+        Key("transport", one_of("local", "ssh"), "Where Slurm's commands run: on this host, or on a login node over SSH.",
+            "local"),
+        Key("ssh_host", ssh_host, "The login node, as `ssh` knows it: a Host of ~/.ssh/config, or a name.", "none"),
     ),
     "env": (),
     "gang": (

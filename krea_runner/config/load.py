@@ -43,6 +43,7 @@ def check_run(
     checker = _Checker(lines or {})
     values = checker.check(document)
     checker.check_places(values, base)
+    checker.check_transport(values["run"])
     if checker.problems:
         ordered = [text for _, text in sorted(checker.problems, key=lambda problem: problem[0])]
         count = f"{len(ordered)} problem" + ("s" if len(ordered) > 1 else "")
@@ -166,6 +167,16 @@ class _Checker:
                     (table, key), f"[run] dir: Slurm cannot write logs below {str(path)!r}: a backslash or two %"
                 )
 
+    def check_transport(self, run: dict[str, Any]) -> None:
+        if run.get("transport") != "ssh":
+            if "ssh_host" in run:
+                self._problem(("run", "ssh_host"), '[run] ssh_host goes with transport = "ssh"')
+            return
+        if "ssh_host" not in run:
+            self._problem(("run", "transport"), '[run] transport = "ssh" needs ssh_host = "a login node"')
+        if run.get("scheduler", "slurm") != "slurm":
+            self._problem(("run", "transport"), '[run] transport = "ssh" goes with scheduler = "slurm"')
+
     def _unknown(self, place: tuple[str, ...], name: str, right: list[str], kind: str, table: str = "") -> None:
         where = f"[{table}] " if table else ""
         near = difflib.get_close_matches(name.replace("-", "_"), right, n=1, cutoff=0.0)
@@ -198,6 +209,8 @@ def _build(values: dict[str, dict[str, Any]], base: Path) -> RunConfig:
         command=run["command"],
         workdir=workdir,
         scheduler=run.get("scheduler", "slurm"),
+        transport=run.get("transport", "local"),
+        ssh_host=run.get("ssh_host", ""),
         env=MappingProxyType(values["env"]),
         gang=Gang(**values["gang"]),
         slurm=MappingProxyType(values["slurm"]),

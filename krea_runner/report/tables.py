@@ -290,7 +290,7 @@ def run_block(view: RunView, *, now: float, when: Callable[[float | None], str])
     elif run.state_reason:
         lines.append(("", f"{run.state_reason} ({ago(now - run.updated_at)})", ""))
     where = f" on {view.nodes}" if view.nodes else ""
-    lines.append(("job", f"{run.job_id or 'none yet'} ({run.config.scheduler}){where}", ""))
+    lines.append(("job", f"{run.job_id or 'none yet'} ({run.config.endpoint}){where}", ""))
     if job is not None:
         lines.append(("", _job_words(job, now, when), ""))
     if view.attempt_number:

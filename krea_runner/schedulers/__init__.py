@@ -177,7 +177,14 @@ def refuse_others_drains(
 
 
 def open_scheduler(kind: str, *, state_dir: Path) -> Scheduler:
-    """`kind` as in run.toml. `state_dir` is where `local` keeps its jobs."""
+    """`kind` as in run.toml, or `slurm@HOST`: Slurm's commands on that host over SSH. `state_dir` is where `local` keeps
+    its jobs."""
+    kind, _, ssh_host = kind.partition("@")
+    if ssh_host and kind == "slurm":
+        from krea_runner.schedulers.slurm_cli import SlurmCli
+        from krea_runner.transport.ssh import open_ssh
+
+        return SlurmCli(transport=open_ssh(ssh_host))
     if kind == "slurm":
         return _open_slurm()
     if kind == "local":

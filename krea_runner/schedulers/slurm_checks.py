@@ -1,38 +1,44 @@
 """What `doctor` says of a Slurm cluster. A check that is ok and has a hint is a warning."""
 
-import shutil
 from collections.abc import Mapping
 
 from krea_runner.errors import SchedulerError
 from krea_runner.schedulers import Check
 from krea_runner.schedulers.slurm_cli import ask, sacct_argv
 from krea_runner.schedulers.slurm_parse import ACCOUNTING_OFF, parse_config, printable
+from krea_runner.transport import HERE, Transport
 
 COMMANDS = ("sbatch", "squeue", "scontrol", "scancel")
 # A supervisor from cron looks once a minute; an end that is forgotten sooner than a few looks may be missed.
 MIN_JOB_AGE_S = 120
 
 
-def checks() -> list[Check]:
+def checks(transport: Transport = HERE) -> list[Check]:
     """Stops at the first thing without which the rest would only wait for its timeouts."""
-    missing = [command for command in COMMANDS if shutil.which(command) is None]
+    try:
+        missing = [command for command in COMMANDS if not transport.has(command)]
+    except SchedulerError as error:
+        return [Check("connection", False, str(error), error.hint or "")]
+    found = [Check("connection", True, transport.describe())] if transport.host else []
     if missing:
         hint = "run this on a login node of the cluster; Slurm's commands must be on PATH, e.g. module load slurm"
-        return [Check("commands", False, f"not on PATH: {', '.join(missing)}", hint)]
-    found = [Check("commands", True, f"{', '.join(COMMANDS)} found, {_said(['sbatch', '--version'])}")]
+        return [*found, Check("commands", False, f"not on PATH: {', '.join(missing)}", hint)]
+    version = _said(["sbatch", "--version"], transport)
+    found.append(Check("commands", True, f"{', '.join(COMMANDS)} found, {version}"))
     try:
-        ping = ask(["scontrol", "ping"], doing="asking the controller")
-        config = parse_config(ask(["scontrol", "show", "config"], doing="asking for the configuration").stdout)
+        ping = ask(["scontrol", "ping"], doing="asking the controller", transport=transport)
+        shown = ask(["scontrol", "show", "config"], doing="asking for the configuration", transport=transport)
+        config = parse_config(shown.stdout)
     except SchedulerError as error:
         hint = error.hint or "nothing can be supervised until it answers; ask your operators"
         return [*found, Check("controller", False, str(error), hint)]
     version = config.get("SLURM_VERSION", "of unknown version")
     found.append(Check("controller", True, f"Slurm {version}: {printable(ping.stdout)}"))
-    return [*found, _nodes(), _requeue(config), _preemption(config), _accounting(config)]
+    return [*found, _nodes(transport), _requeue(config), _preemption(config), _accounting(config, transport)]
 
 
-def _nodes() -> Check:
-    detail = _said(["sinfo", "-h", "-o", "%R %a, nodes busy/idle/other/all %F"])
+def _nodes(transport: Transport) -> Check:
+    detail = _said(["sinfo", "-h", "-o", "%R %a, nodes busy/idle/other/all %F"], transport)
     return Check("partitions", True, detail or "none that you may use", "" if detail else "sinfo -s")
 
 
@@ -47,10 +53,10 @@ def _preemption(config: Mapping[str, str]) -> Check:
     return Check("preemption", True, f"PreemptMode={mode}", hint if "CANCEL" in mode else "")
 
 
-def _accounting(config: Mapping[str, str]) -> Check:
+def _accounting(config: Mapping[str, str], transport: Transport) -> Check:
     kept = config.get("MinJobAge", "?")
     try:
-        ask(sacct_argv(["1"]), doing="asking accounting")
+        ask(sacct_argv(["1"]), doing="asking accounting", transport=transport)
     except SchedulerError as error:
         if ACCOUNTING_OFF not in error.stderr:
             return Check("accounting", True, str(error), error.hint or "try it by hand: sacct")
@@ -61,8 +67,8 @@ def _accounting(config: Mapping[str, str]) -> Check:
     return Check("accounting", True, f"{config.get('AccountingStorageType', '?')}, sacct answers; MinJobAge={kept}")
 
 
-def _said(argv: list[str]) -> str:
+def _said(argv: list[str], transport: Transport) -> str:
     try:
-        return printable(ask(argv, doing=f"running {argv[0]}").stdout)
+        return printable(ask(argv, doing=f"running {argv[0]}", transport=transport).stdout)
     except SchedulerError as error:
         return str(error)

@@ -2,14 +2,13 @@
 
 import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from krea_runner.errors import JobNotFound, MayNotDrain, SchedulerError, SchedulerOutputError, SchedulerUnavailable
 from krea_runner.model import JobRecord, JobState
-from krea_runner.proc import Completed, clean_environment, run
+from krea_runner.proc import Completed
 from krea_runner.schedulers import DRAIN_PREFIX, Check, NodeRecord, Placement, refuse_others_drains, slurm_nodes
 from krea_runner.schedulers.nodelist import fold
 from krea_runner.schedulers.slurm_parse import (
@@ -24,6 +23,7 @@ from krea_runner.schedulers.slurm_parse import (
     printable,
     read_refusal,
 )
+from krea_runner.transport import HERE, Transport
 
 # Without a controller a command takes 9 to 10 s to say so (22.05.8, MessageTimeout=10): longer than this is a hang.
 TIMEOUT_S = 20.0
@@ -93,9 +93,9 @@ class SlurmCli:
     name = "slurm"
     whole_second_starts = True
 
-    def __init__(self, interface: Check | None = None) -> None:
+    def __init__(self, interface: Check | None = None, transport: Transport = HERE) -> None:
         """`interface` is what `checks` says of why it is the commands that are used."""
-        self._interface = interface
+        self._interface, self.transport = interface, transport
 
     def jobs(self, job_ids: Sequence[str]) -> dict[str, JobRecord]:
         """A job that squeue has forgotten (MinJobAge, by default 300 s after its end) is looked up in accounting, where
@@ -103,32 +103,36 @@ class SlurmCli:
         when it is all that was asked for, SchedulerUnavailable."""
         if not job_ids:
             return {}
-        done = ask(squeue_argv(job_ids), doing="asking for jobs")
+        done = self._ask(squeue_argv(job_ids), doing="asking for jobs")
         found = answers(job_ids, parse_squeue(done.stdout, done.stderr))
-        return found | _forgotten(job_ids, found)
+        return found | self._forgotten(job_ids, found)
 
     def my_jobs(self, known: Sequence[str]) -> dict[str, JobRecord]:
-        done = ask(my_jobs_argv(everybody=os.geteuid() == 0), doing="asking for your jobs")
+        everybody = not self.transport.host and os.geteuid() == 0
+        done = self._ask(my_jobs_argv(everybody=everybody), doing="asking for your jobs")
         records = parse_squeue(done.stdout, done.stderr)
         found = {record.job_id: record for record in records} | answers(known, records)
-        return found | _forgotten(known, found)
+        return found | self._forgotten(known, found)
 
     def find_by_tag(self, tag: str) -> list[JobRecord]:
         tagged = [job for job in self.my_jobs([]).values() if job.comment == tag]
         return sorted(tagged, key=lambda job: job.submitted_at or 0.0, reverse=True)
 
     def starts(self, job_id: str) -> list[JobRecord]:
-        return [_with_name(start) for start in _accounting([job_id]).get(job_id, [])]
+        return [self._with_name(start) for start in self._accounting([job_id]).get(job_id, [])]
 
     def submit(self, script: Path, *, tag: str) -> str:
         doing = f"submitting {script}"
-        if shutil.which("sbatch") is None:  # the one failure to ask that is a definite no: nothing was sent
+        # The failures to ask that are a definite no: nothing was sent.
+        try:
+            found = self.transport.has("sbatch")
+        except SchedulerUnavailable as error:
+            raise SchedulerError(f"{doing}: {error}", hint=error.hint) from error
+        if not found:
             raise SchedulerError(f"{doing}: sbatch is not on PATH", hint=_NOT_ON_PATH)
-        # sbatch's environment becomes the job's: cleaned of what would leak, and otherwise the user's own.
-        environment = clean_environment(os.environ)
         argv = sbatch_argv(script, tag)
         try:
-            done = ask(argv, doing=doing, timeout_s=SUBMIT_TIMEOUT_S, env=environment)
+            done = self._ask(argv, doing=doing, timeout_s=SUBMIT_TIMEOUT_S, users_environment=True)
         except SchedulerError as error:
             error.hint = error.hint or f"try it by hand: sbatch --test-only {script}"
             raise
@@ -140,25 +144,25 @@ class SlurmCli:
             ) from error
 
     def requeue(self, job_id: str) -> None:
-        ask(requeue_argv(job_id), doing=f"requeueing job {job_id}")
+        self._ask(requeue_argv(job_id), doing=f"requeueing job {job_id}")
 
     def release(self, job_id: str) -> None:
-        ask(release_argv(job_id), doing=f"releasing job {job_id}")
+        self._ask(release_argv(job_id), doing=f"releasing job {job_id}")
 
     def start_now(self, job_id: str, excluded: Sequence[str] | None = None) -> None:
-        ask(start_now_argv(job_id, excluded), doing=f"lifting the start time of job {job_id}")
+        self._ask(start_now_argv(job_id, excluded), doing=f"lifting the start time of job {job_id}")
 
     def nodes(self, names: Sequence[str] | None = None) -> dict[str, NodeRecord]:
-        return slurm_nodes.parse_nodes(ask(slurm_nodes.NODES_ARGV, doing="asking for nodes").stdout, names)
+        return slurm_nodes.parse_nodes(self._ask(slurm_nodes.NODES_ARGV, doing="asking for nodes").stdout, names)
 
     def placement(self, job_id: str) -> Placement:
-        done = ask(slurm_nodes.placement_argv(checked_id(job_id)), doing=f"asking for the nodes of job {job_id}")
+        done = self._ask(slurm_nodes.placement_argv(checked_id(job_id)), doing=f"asking for the nodes of job {job_id}")
         return slurm_nodes.parse_placement(done.stdout)
 
     def exclude(self, job_id: str, names: Sequence[str]) -> None:
         excluded = dict.fromkeys((*self.placement(job_id).excluded, *names))
         argv = ["scontrol", "update", f"jobid={checked_id(job_id)}", f"ExcNodeList={','.join(excluded)}"]
-        ask(argv, doing=f"excluding nodes from job {job_id}")
+        self._ask(argv, doing=f"excluding nodes from job {job_id}")
 
     def drain(self, names: Sequence[str], reason: str) -> None:
         doing = f"draining {fold(names)}"
@@ -172,7 +176,7 @@ class SlurmCli:
 
     def _set_nodes(self, names: Sequence[str], doing: str, *values: str) -> None:
         try:
-            ask(["scontrol", "update", f"nodename={fold(names)}", *values], doing=doing)
+            self._ask(["scontrol", "update", f"nodename={fold(names)}", *values], doing=doing)
         except SchedulerError as error:
             if "Invalid user id" not in error.stderr and "permission denied" not in error.stderr:
                 raise
@@ -186,69 +190,78 @@ class SlurmCli:
 
     def cancel(self, job_id: str) -> None:
         try:
-            ask(cancel_argv(job_id), doing=f"cancelling job {job_id}")
+            self._ask(cancel_argv(job_id), doing=f"cancelling job {job_id}")
         except JobNotFound:
             return
 
     def checks(self) -> list[Check]:
         from krea_runner.schedulers.slurm_checks import checks
 
-        return [*checks(), *([self._interface] if self._interface else [])]
+        return [*checks(self.transport), *([self._interface] if self._interface else [])]
 
+    def _ask(
+        self, argv: Sequence[str], *, doing: str, timeout_s: float = TIMEOUT_S, users_environment: bool = False
+    ) -> Completed:
+        return ask(
+            argv, doing=doing, timeout_s=timeout_s, users_environment=users_environment, transport=self.transport
+        )
 
-def _with_name(record: JobRecord) -> JobRecord:
-    """`CANCELLED by alice`, where sacct has `CANCELLED by 1001`."""
-    word, by, uid = record.raw_state.partition(" by ")
-    if not by or not uid.isdigit():
-        return record
-    done = run(["id", "-nu", uid], timeout_s=TIMEOUT_S)
-    name = done.stdout.strip() if done.returncode == 0 else f"uid {uid}"
-    return replace(record, raw_state=f"{word}{by}{printable(name, 40)}")
+    def _with_name(self, record: JobRecord) -> JobRecord:
+        """`CANCELLED by alice`, where sacct has `CANCELLED by 1001`."""
+        word, by, uid = record.raw_state.partition(" by ")
+        if not by or not uid.isdigit():
+            return record
+        done = self.transport.run(["id", "-nu", uid], timeout_s=TIMEOUT_S)
+        name = done.stdout.strip() if done.returncode == 0 else f"uid {uid}"
+        return replace(record, raw_state=f"{word}{by}{printable(name, 40)}")
 
-
-def _forgotten(asked: Sequence[str], found: Mapping[str, JobRecord]) -> dict[str, JobRecord]:
-    """Those of `asked` that squeue does not know, as accounting has them."""
-    gone = [job_id for job_id in asked if job_id not in found]
-    if not gone:
-        return {}
-    try:
-        return answers(gone, [starts[-1] for starts in _accounting(gone, last=True).values()])
-    except SchedulerUnavailable:
-        if not found:
-            raise
-        unseen = "not in squeue, and accounting does not answer"
-        return {job_id: JobRecord(job_id, JobState.UNKNOWN, unseen) for job_id in gone}
-
-
-def _accounting(job_ids: Sequence[str], *, last: bool = False) -> dict[str, list[JobRecord]]:
-    """What accounting remembers; nothing on a cluster without it, or where sacct is not installed. With `last`, one
-    record a job, and UNKNOWN when it has not ended there."""
-    if shutil.which("sacct") is None:
-        return {}
-    try:
-        done = ask(sacct_argv(job_ids), doing="asking accounting for jobs")
-    except SchedulerError as error:
-        if ACCOUNTING_OFF in error.stderr:
+    def _forgotten(self, asked: Sequence[str], found: Mapping[str, JobRecord]) -> dict[str, JobRecord]:
+        """Those of `asked` that squeue does not know, as accounting has them."""
+        gone = [job_id for job_id in asked if job_id not in found]
+        if not gone:
             return {}
-        raise
-    if last:
-        return {record.job_id: [record] for record in parse_sacct(done.stdout)}
-    return parse_sacct_starts(done.stdout)
+        try:
+            return answers(gone, [starts[-1] for starts in self._accounting(gone, last=True).values()])
+        except SchedulerUnavailable:
+            if not found:
+                raise
+            unseen = "not in squeue, and accounting does not answer"
+            return {job_id: JobRecord(job_id, JobState.UNKNOWN, unseen) for job_id in gone}
+
+    def _accounting(self, job_ids: Sequence[str], *, last: bool = False) -> dict[str, list[JobRecord]]:
+        """What accounting remembers; nothing on a cluster without it, or where sacct is not installed. With `last`, one
+        record a job, and UNKNOWN when it has not ended there."""
+        if not self.transport.has("sacct"):
+            return {}
+        try:
+            done = self._ask(sacct_argv(job_ids), doing="asking accounting for jobs")
+        except SchedulerError as error:
+            if ACCOUNTING_OFF in error.stderr:
+                return {}
+            raise
+        if last:
+            return {record.job_id: [record] for record in parse_sacct(done.stdout)}
+        return parse_sacct_starts(done.stdout)
 
 
 _NOT_ON_PATH = "is this a login node of the cluster? Slurm's commands must be on PATH, e.g. module load slurm"
 
 
 def ask(
-    argv: Sequence[str], *, doing: str, timeout_s: float = TIMEOUT_S, env: Mapping[str, str] | None = None
+    argv: Sequence[str],
+    *,
+    doing: str,
+    timeout_s: float = TIMEOUT_S,
+    users_environment: bool = False,
+    transport: Transport = HERE,
 ) -> Completed:
-    """The answer of a command that exited 0.
+    """The answer of a command that exited 0 on the host that `transport` leads to.
 
     Raises: what its words mean (slurm_parse); SchedulerUnavailable when it could not be run, was killed, or gave no
     answer in time.
     """
     try:
-        done = run(argv, timeout_s=timeout_s, env=env)
+        done = transport.run(argv, timeout_s=timeout_s, users_environment=users_environment)
     except OSError as error:
         raise SchedulerUnavailable(
             f"{doing}: cannot run {argv[0]}: {error.strerror}", argv=argv, hint=_NOT_ON_PATH

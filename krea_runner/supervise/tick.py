@@ -97,14 +97,14 @@ def tick(supervisor: Supervisor) -> TickReport:
         for run in history.list_runs(user=supervisor.user, states=[s for s in RunState if s.is_supervised])
         + history.runs_with_open_actions(user=supervisor.user)
     }
-    for kind in sorted({run.config.scheduler for run in runs.values()}):
-        _tick_group(supervisor, kind, [run for run in runs.values() if run.config.scheduler == kind], report)
+    for endpoint in sorted({run.config.endpoint for run in runs.values()}):
+        _tick_group(supervisor, endpoint, [run for run in runs.values() if run.config.endpoint == endpoint], report)
     if not supervisor.dry_run:
         history.record_tick(TickRecord(socket.gethostname(), supervisor.user, clock.wall(), report.blind))
     return report
 
 
-def _tick_group(supervisor: Supervisor, kind: str, runs: list[Run], report: TickReport) -> None:
+def _tick_group(supervisor: Supervisor, endpoint: str, runs: list[Run], report: TickReport) -> None:
     """All runs of one scheduler: leases first, so that what is then asked cannot be outdated by another supervisor."""
     history, clock = supervisor.history, supervisor.clock
     leases: dict[int, Lease] = {}
@@ -118,7 +118,7 @@ def _tick_group(supervisor: Supervisor, kind: str, runs: list[Run], report: Tick
                 holder = history.lease_holder(run.run_id) or "another supervisor"
                 report.lines.append(RunLine(run, f"left to {holder}, who holds its lease"))
         ours = [history.run(run_id) for run_id in leases]  # as they are under the lease
-        scheduler = supervisor.open_scheduler(kind)
+        scheduler = supervisor.open_scheduler(endpoint)
         jobs = scheduler.my_jobs([run.job_id for run in ours if run.job_id is not None])
         for run in ours:
             report.lines.append(_tick_run(supervisor, scheduler, run, jobs, leases[run.run_id], report))

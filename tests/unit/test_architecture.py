@@ -18,6 +18,7 @@ LAYERS = [
     {"model"},
     {"rundir"},
     {"config"},
+    {"transport"},
     {"schedulers", "observe", "diagnose", "decide", "history"},
     {"supervise", "launch", "report", "demo"},
     {"cli"},

@@ -1,0 +1,103 @@
+"""A real sshd on loopback: its own configuration, port and keys, an ordinary process that the tests may stop and kill."""
+
+import os
+import pwd
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SSHD = "/usr/sbin/sshd"
+SFTP = "/usr/lib/openssh/sftp-server"
+
+
+def keygen(path: Path) -> None:
+    argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)]
+    subprocess.run(argv, check=True, stdin=subprocess.DEVNULL)
+
+
+@dataclass
+class Sshd:
+    """`environment`: what its commands see beside sshd's own (SetEnv), as a site's profile would give it."""
+
+    folder: Path
+    port: int
+    environment: dict[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        keygen(self.folder / "user_key")
+        (self.folder / "authorized_keys").write_text((self.folder / "user_key.pub").read_text())
+        self.new_host_key()
+
+    def new_host_key(self) -> None:
+        for name in ("host_key", "host_key.pub"):
+            (self.folder / name).unlink(missing_ok=True)
+        keygen(self.folder / "host_key")
+
+    @property
+    def known_hosts_line(self) -> str:
+        return f"[127.0.0.1]:{self.port} {(self.folder / 'host_key.pub').read_text().rsplit(' ', 1)[0]}\n"
+
+    @property
+    def user(self) -> str:
+        return pwd.getpwuid(os.geteuid()).pw_name
+
+    def start(self) -> None:
+        lines = [
+            f"Port {self.port}", "ListenAddress 127.0.0.1", f"HostKey {self.folder}/host_key",
+            f"AuthorizedKeysFile {self.folder}/authorized_keys", f"PidFile {self.folder}/pid", "StrictModes no",
+            "UsePAM no", "PasswordAuthentication no", "KbdInteractiveAuthentication no", "PermitRootLogin yes",
+            f"Subsystem sftp {SFTP}",
+        ]  # fmt: skip
+        if self.environment:
+            lines.append("SetEnv " + " ".join(f'"{name}={value}"' for name, value in self.environment.items()))
+        (self.folder / "sshd_config").write_text("\n".join(lines) + "\n")
+        if os.geteuid() == 0:
+            Path("/run/sshd").mkdir(exist_ok=True)  # where it shuts its unprivileged half in
+        argv = [SSHD, "-D", "-e", "-f", str(self.folder / "sshd_config")]
+        log = (self.folder / "log").open("ab")
+        self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        deadline = time.monotonic() + 20
+        while not self._listens():
+            assert self.process.poll() is None, (self.folder / "log").read_text()
+            assert time.monotonic() < deadline, (self.folder / "log").read_text()
+            time.sleep(0.02)
+
+    def _listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def sessions(self) -> list[int]:
+        """The processes below the one that listens, and theirs, as far as they are sshd's."""
+        assert self.process is not None
+        found: list[int] = []
+        parents = [self.process.pid]
+        while parents:
+            children = Path(f"/proc/{parents[0]}/task/{parents.pop(0)}/children").read_text().split()
+            for pid in map(int, children):
+                if Path(f"/proc/{pid}/comm").read_text().strip() == "sshd":
+                    found.append(pid)
+                    parents.append(pid)
+        return found
+
+    def cut(self) -> None:
+        """Kill the sessions; what they started goes on."""
+        for pid in self.sessions():
+            os.kill(pid, signal.SIGKILL)
+
+    def signal_all(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        for pid in (self.process.pid, *self.sessions()):
+            os.kill(pid, number)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.signal_all(signal.SIGCONT)
+            self.cut()
+            self.process.kill()
+            self.process.wait()
+            self.process = None
