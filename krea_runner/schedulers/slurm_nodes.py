@@ -19,18 +19,7 @@ _ROW_END = "\x1e"
 
 def placement_argv(job_id: str) -> list[str]:
     # Not -O, which has no field for excluded nodes (22.05.8). The id twice: a single one that is not known is an error.
-    return [
-        "squeue",
-        "-a",
-        "-r",
-        "-h",
-        "-t",
-        "all",
-        "-j",
-        f"{job_id},{job_id}",
-        "-O",
-        f"Partition:|,ExcNodes:{_ROW_END}",
-    ]
+    return ["squeue", "-a", "-r", "-h", "-t", "all", "-j", f"{job_id},{job_id}", "-o", f"%P|%x{_ROW_END}"]
 
 
 def parse_placement(stdout: str) -> Placement:

@@ -18,12 +18,14 @@ def start_elsewhere(scheduler: Scheduler, run: Run, job_id: str, history: Histor
     Raises: SchedulerError.
     """
     excluded = _excluded(scheduler, run, job_id, history, now)
-    try:
-        scheduler.start_now(job_id, excluded)
-    except SchedulerError as error:
-        if error.transient or excluded is None:
-            raise
-        scheduler.start_now(job_id)
+    if excluded is not None:
+        try:
+            scheduler.start_now(job_id, excluded)
+            return
+        except SchedulerError as error:
+            if error.transient:
+                raise
+    scheduler.start_now(job_id)
 
 
 def _excluded(scheduler: Scheduler, run: Run, job_id: str, history: History, now: float) -> list[str] | None:

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from krea_runner.errors import SchedulerError
@@ -51,7 +51,7 @@ _group = st.one_of(
 _lists = st.lists(_group, min_size=1, max_size=4).map(",".join)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(st.lists(_lists, min_size=15, max_size=25))
 def test_node_lists_are_read_and_written_as_scontrol_does_it(slurm: SlurmCli, lists: list[str]) -> None:
     script = 'for list; do scontrol show hostnames "$list"; echo ===; scontrol show hostlist "$list"; echo ===; done'
