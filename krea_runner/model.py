@@ -94,8 +94,7 @@ class JobRecord:
     requeue_allowed: bool | None = None
     user: str = ""
     name: str = ""
-    comment: str = ""
-    """Where the run's tag is carried."""
+    comment: str = ""  # where the run's tag is carried
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -179,8 +178,7 @@ class RunConfig:
     """A list is one argv; a string is a shell line the user wrote."""
     workdir: Path
     scheduler: str = "slurm"
-    transport: str = "local"
-    """Where the scheduler's commands run: here, or on `ssh_host`."""
+    transport: str = "local"  # or "ssh": the scheduler's commands run on `ssh_host`
     ssh_host: str = ""
     env: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}))
     gang: Gang = field(default_factory=Gang)
@@ -340,8 +338,7 @@ class ScriptEnd:
 
     exit_code: int
     at: float
-    warned: bool = False
-    """It had been told to save and end (SIGUSR1, as Slurm sends it before a time limit)."""
+    warned: bool = False  # it had been told to save and end, as Slurm does before a time limit (SIGUSR1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,10 +352,8 @@ class Snapshot:
     blind: str = ""
     job: JobRecord | None = None
     attempt: Attempt | None = None
-    accounted: JobRecord | None = None
-    """What accounting keeps of the attempt, asked only when it has ended; None where there is none."""
-    down_nodes: tuple[str, ...] = ()
-    """Nodes of the attempt that are down, asked only when one may have failed."""
+    accounted: JobRecord | None = None  # what accounting keeps of the attempt; asked only once it has ended
+    down_nodes: tuple[str, ...] = ()  # of the attempt's; asked only when one may have failed
     watch: Watch | None = None
     heartbeats: HeartbeatReading = field(default_factory=HeartbeatReading)
     checkpoints: CheckpointReading = field(default_factory=CheckpointReading)
@@ -403,8 +398,7 @@ class Finding:
     summary: str
     """One line for a tired reader: what happened, which rank, on which node."""
     node: str = ""
-    by: str = ""
-    """As `Attempt.ended_by`."""
+    by: str = ""  # as Attempt.ended_by
     step: int | None = None
     last_progress_at: float | None = None
     evidence: tuple[str, ...] = ()

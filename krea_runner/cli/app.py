@@ -33,7 +33,18 @@ def _app() -> "typer.Typer":  # Typer is loaded here, not at the top
     import typer
 
     from krea_runner.cli import (
-        adopt, check, demo, diagnose, doctor, history, nodes, resume, status, stop, submit, supervise,
+        adopt,
+        check,
+        demo,
+        diagnose,
+        doctor,
+        history,
+        nodes,
+        resume,
+        status,
+        stop,
+        submit,
+        supervise,
     )  # fmt: skip
 
     app = typer.Typer(

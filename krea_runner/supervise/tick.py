@@ -20,10 +20,12 @@ from krea_runner.model import (
     Run,
     RunState,
     Snapshot,
+    Symptom,
     Watch,
 )
 from krea_runner.observe.snapshot import observe
-from krea_runner.schedulers import Scheduler
+from krea_runner.schedulers import NodeRecord, Scheduler
+from krea_runner.schedulers.nodelist import NodelistError, expand
 from krea_runner.supervise.act import Work, carry_out, is_the_runs_own
 from krea_runner.supervise.attempts import action_for, closed, last_sign_mono, note_recovery, queue_line, updated
 from krea_runner.supervise.evidence import keep_evidence
@@ -82,7 +84,8 @@ class Supervisor:
     holder: str
     dry_run: bool = False
     accounting_is_away: bool = False
-    """In the present tick."""
+    nodes: dict[str, NodeRecord] | None = None
+    """Both in the present tick, of one scheduler."""
     memory: dict[int, Watch] = field(default_factory=dict)
 
 
@@ -91,7 +94,6 @@ def tick(supervisor: Supervisor) -> TickReport:
     report, not raised."""
     history, clock = supervisor.history, supervisor.clock
     report = TickReport()
-    supervisor.accounting_is_away = False
     runs = {
         run.run_id: run
         for run in history.list_runs(user=supervisor.user, states=[s for s in RunState if s.is_supervised])
@@ -107,6 +109,7 @@ def tick(supervisor: Supervisor) -> TickReport:
 def _tick_group(supervisor: Supervisor, endpoint: str, runs: list[Run], report: TickReport) -> None:
     """All runs of one scheduler: leases first, so that what is then asked cannot be outdated by another supervisor."""
     history, clock = supervisor.history, supervisor.clock
+    supervisor.accounting_is_away, supervisor.nodes = False, None
     leases: dict[int, Lease] = {}
     work: list[Work] = []
     try:
@@ -195,7 +198,7 @@ def _tick_run(
     snapshot = observe(run, job, attempt, _remembered(supervisor, attempt), supervisor.clock)
     if job.state.is_ended:
         snapshot = replace(snapshot, accounted=_accounted(supervisor, scheduler, attempt.key))
-    finding = diagnose_end(snapshot)
+    finding = _diagnose(supervisor, scheduler, snapshot)
     attempt = updated(attempt, snapshot, finding)
     snapshot = replace(snapshot, attempt=attempt)
     if not supervisor.dry_run:
@@ -376,13 +379,29 @@ def _settle_past(
         if key in recorded:  # ended by us: a hang
             ended = replace(closed(attempt, snapshot, None), end_state=JobState.REQUEUED, ended_by="krea-runner")
         else:
-            finding = diagnose_end(snapshot)
+            finding = _diagnose(supervisor, scheduler, snapshot)
             ended = closed(attempt, snapshot, finding)
             if finding is not None:
                 last = replace(job, restart_count=count + 1) if count + 1 < job.restart_count else job
                 line = _handle(supervisor, replace(snapshot, job=last), ended, finding, lease)
         history.save_observation(ended, history.watch(attempt.attempt_id))
     return line
+
+
+def _diagnose(supervisor: Supervisor, scheduler: Scheduler, snapshot: Snapshot) -> Finding | None:
+    """With the one question about nodes, where a node failed and nothing that the attempt left behind says which."""
+    finding, attempt = diagnose_end(snapshot), snapshot.attempt
+    if finding is None or finding.symptom is not Symptom.NODE_FAIL or finding.node or attempt is None:
+        return finding
+    told = snapshot.accounted.nodelist if snapshot.accounted else ""
+    try:
+        if supervisor.nodes is None:
+            supervisor.nodes = scheduler.nodes()
+        names = expand(told or attempt.nodelist)
+    except (SchedulerError, NodelistError):
+        return finding
+    down = tuple(name for name in names if name in supervisor.nodes and supervisor.nodes[name].is_out)
+    return diagnose_end(replace(snapshot, down_nodes=down))
 
 
 def _accounted(supervisor: Supervisor, scheduler: Scheduler, key: AttemptKey) -> JobRecord | None:

@@ -2,8 +2,8 @@
 
     python -m tests.bench.bench_controller [--jobs 1000] [--nodes 2000] [--runs 100] [--times 10]
 
-Brings up a cluster of its own (scripts/dev-cluster, as root), defines nodes that are not there, fills the queue with held jobs and
-puts `--runs` of them under supervision. The rivals ask as watchdog scripts and requeue plugins do: one `squeue -j` a run,
+Brings up a cluster of its own (scripts/dev-cluster, as root), defines nodes that are not there, fills the queue with held jobs
+and puts `--runs` of them under supervision. The rivals ask as watchdog scripts and requeue plugins do: one `squeue -j` a run,
 and `squeue --json`.
 """
 

@@ -47,7 +47,9 @@ SQUEUE_JOBS = [  # part, state, reason, restart count, exit code, signal, may be
 def test_squeue_row_is_read(version, part, state, reason, restarts, code, signal, requeue) -> None:
     job = played(version)[part]
     assert (job.state, job.raw_state, job.restart_count) == (state, state.value, restarts)
-    ends = {(code, signal), (143, 0)} if part == "cancelled" else {(code, signal)}  # who dies first, the shell or its child
+    ends = (
+        {(code, signal), (143, 0)} if part == "cancelled" else {(code, signal)}
+    )  # who dies first, the shell or its child
     assert (job.exit_code, job.signal) in ends
     assert job.requeue_allowed == requeue
     assert job.reason == reason or part == "killed"  # JobLaunchFailure; from 24.11 on RaisedSignal:9(Killed)

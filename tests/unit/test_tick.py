@@ -13,6 +13,7 @@ from krea_runner.errors import SchedulerUnavailable
 from krea_runner.history.store import History, open_history
 from krea_runner.model import AttemptKey, DecisionKind, JobRecord, JobState, Policy, RunState, Symptom
 from krea_runner.rundir import RunDir
+from krea_runner.schedulers import NodeRecord
 from krea_runner.supervise.tick import Supervisor, TickReport, look, tick
 
 from .conftest import FakeClock, make_config
@@ -38,6 +39,7 @@ class Says:
         self.asked: list[str] = []
         self.tagged: list[JobRecord] = []
         self.accounting: list[JobRecord] = []
+        self.node_records: list[NodeRecord] = []
 
     def jobs(self, job_ids: Sequence[str]) -> dict[str, JobRecord]:
         if self.error is not None:
@@ -52,6 +54,9 @@ class Says:
 
     def starts(self, job_id: str) -> list[JobRecord]:
         return self.accounting
+
+    def nodes(self, names: Sequence[str] | None = None) -> dict[str, NodeRecord]:
+        return {node.name: node for node in self.node_records}
 
     def submit(self, script: Path, *, tag: str) -> str:
         self.asked.append(f"submit {tag}")
@@ -345,6 +350,14 @@ def test_a_node_failure_that_slurm_requeued_is_recorded_and_only_its_wait_is_lif
     assert (incident.finding.symptom, incident.decision.kind) == (Symptom.NODE_FAIL, DecisionKind.WAIT)
     first = desk.history.attempts(desk.run_id)[0]
     assert (first.end_state, first.ended_by) == (JobState.NODE_FAIL, "slurm")
+
+
+def test_the_node_that_failed_is_the_one_that_is_down_where_the_log_does_not_name_it(desk: Desk) -> None:
+    desk.tick()
+    desk.says.accounting = [JobRecord("7", JobState.NODE_FAIL, "NODE_FAIL", nodelist="n[1-2]")]
+    desk.says.node_records = [NodeRecord("n1", "IDLE"), NodeRecord("n2", "DOWN*"), NodeRecord("n3", "DOWN")]
+    desk.tick(came_back())
+    assert desk.incident().finding.node == "n2"
 
 
 def test_starts_that_came_and_went_between_two_ticks_are_all_on_record(desk: Desk) -> None:
