@@ -27,11 +27,15 @@ def pytest_configure() -> None:
     """Which Slurm: the one of a Debian release, or under a prefix, goes first on PATH; every test finds it there."""
     release, prefix = os.environ.get("KREA_TEST_SLURM_RELEASE"), os.environ.get("KREA_TEST_SLURM_PREFIX")
     if release:
-        made = subprocess.run([sys.executable, str(SLURM_RELEASE), release], stdout=subprocess.PIPE, text=True, check=False)
+        made = subprocess.run(
+            [sys.executable, str(SLURM_RELEASE), release], stdout=subprocess.PIPE, text=True, check=False
+        )
         prefix = made.stdout.strip()
     if release or prefix:
         if not Path(prefix, "sbin", "slurmctld").exists():
-            raise pytest.UsageError(f"no Slurm of {release} (see above)" if release else f"no sbin/slurmctld in {prefix}")
+            raise pytest.UsageError(
+                f"no Slurm of {release} (see above)" if release else f"no sbin/slurmctld in {prefix}"
+            )
         os.environ["PATH"] = f"{prefix}/bin:{prefix}/sbin:{os.environ['PATH']}"
 
 
@@ -40,7 +44,9 @@ def pytest_report_header() -> str:
     found = shutil.which("slurmctld", path=os.environ["PATH"] + ":/usr/sbin")
     if found is None:
         return "Slurm: none; tests of a real one are skipped"
-    return f"Slurm: {subprocess.run([found, '-V'], capture_output=True, text=True, check=False).stdout.strip()}, {found}"
+    return (
+        f"Slurm: {subprocess.run([found, '-V'], capture_output=True, text=True, check=False).stdout.strip()}, {found}"
+    )
 
 
 @dataclass

@@ -94,7 +94,9 @@ def test_a_failed_start_is_taken_down_and_explained(folder: Path) -> None:
     words = ("up", "--dir", str(folder), "--port-base", str(free_ports()), "--conf", "SchedulerType=sched/nonsense")
     done = dev_cluster(*words, check=False)
     assert done.returncode == 1
-    assert re.search(r"slurmctld\.log: .*cannot (find sched plugin|create sched context) for sched/nonsense", done.stderr)
+    assert re.search(
+        r"slurmctld\.log: .*cannot (find sched plugin|create sched context) for sched/nonsense", done.stderr
+    )
     assert living(str(folder)) == []
 
 
