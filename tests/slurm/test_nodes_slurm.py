@@ -118,8 +118,8 @@ def kill_a_rank(desk: Desk, job_id: str) -> None:  # noqa: F811
 
 
 def excluded(desk: Desk, job_id: str) -> set[str]:  # noqa: F811
-    text = desk.slurm("squeue", "-h", "-t", "all", "-j", job_id, "-O", "ExcNodes:|").strip().rstrip("|")
-    return set() if text == "(null)" else set(expand(text))
+    text = desk.slurm("squeue", "-h", "-t", "all", "-j", job_id, "-o", "%x").strip()
+    return set(expand(text)) - {"(null)"}
 
 
 def test_a_run_starts_elsewhere_after_an_exclusion_and_the_users_own_one_is_kept(desk: Desk) -> None:  # noqa: F811
