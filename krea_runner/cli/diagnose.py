@@ -26,6 +26,9 @@ def diagnose(
     flight_recorder: Annotated[
         Path | None, typer.Option("--flight-recorder", metavar="DIR", help="Folder of Flight Recorder dumps.")
     ] = None,
+    ras: Annotated[
+        Path | None, typer.Option("--ras", metavar="FILE", help="Status report of NCCL RAS, text or JSON.")
+    ] = None,
     table: Annotated[
         list[Path] | None, typer.Option("--signatures", metavar="FILE", help="Also your own signatures.")
     ] = None,
@@ -46,6 +49,10 @@ def diagnose(
         from krea_runner.diagnose.dumps import with_flight_recorder
 
         verdict = with_flight_recorder(verdict, flight_recorder, catalog.causes)
+    if ras is not None:
+        from krea_runner.diagnose.dumps import with_ras
+
+        verdict = with_ras(verdict, _text(ras), layout)
     sys.stdout.write((json.dumps(document(verdict), indent=2) if as_json else "\n".join(lines(verdict))) + "\n")
 
 
@@ -81,6 +88,16 @@ def _asked(job_id: str) -> "Layout":
         return Layout()
     names = run(["scontrol", "show", "hostnames", record.nodelist], timeout_s=10.0).stdout.split()
     return Layout(nodes=names, still_running=record.state.is_live)
+
+
+def _text(path: Path) -> str:
+    from krea_runner.errors import KreaRunnerError
+
+    try:
+        with path.open("rb") as file:
+            return file.read(64 << 20).decode("utf-8", "replace")
+    except OSError as error:
+        raise KreaRunnerError(f"cannot read {path}: {error}", hint="check the path and its permissions") from error
 
 
 def _node_file(item: str) -> tuple[str, str]:

@@ -2,16 +2,16 @@
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
 from krea_runner.diagnose.layout import Layout, bus_key
 from krea_runner.diagnose.lines import LogLine, any_time, clean, read_line
 from krea_runner.diagnose.reading import Block, blocks
-from krea_runner.diagnose.scan import Search
+from krea_runner.diagnose.scan import CAP, Search
 from krea_runner.diagnose.signatures import Catalog, Signature, match
 
-TAIL_BYTES = 256 << 10
+TAIL_BYTES = 1 << 20
 HEAD_BYTES = 64 << 10
 SAME_LIMIT = 64  # events kept of one signature, rank and attempt; the rest is counted
 _PROGRESS = re.compile(
@@ -89,6 +89,12 @@ def read_log(name: str, number: int, catalog: Catalog, layout: Layout, *, node: 
         while len(tail) > 1 and sum(len(kept.data) for kept in tail) - len(tail[0].data) >= TAIL_BYTES:
             tail.popleft()
         reader.take(block, search)
+    if max(search.seen, default=0) >= CAP:  # what ended the job may be the twenty-thousand-and-first of its kind
+        known = {event.line for event in log.events}
+        again = Search(catalog.literals)
+        for block in tail:
+            reader.take(block, again, known)
+        log.events.sort(key=lambda event: event.line)
     _look_at_tail(log, tail)
     return log
 
@@ -107,11 +113,13 @@ class _Reader:
                 self.year = int(1970 + at // 31556952)
                 return
 
-    def take(self, block: Block, search: Search) -> None:
+    def take(self, block: Block, search: Search, known: Container[int] = ()) -> None:
         data, line, position = block.data, block.first_line, 0
         for start, end, literals in search.lines(data):
             line += data.count(b"\n", position, start)
             position = start
+            if line in known:
+                continue
             candidates = sorted({index for literal in literals for index in self.catalog.by_literal[literal]})
             self._line(data, start, end, line, candidates)
 

@@ -180,6 +180,14 @@ def test_the_same_event_of_two_thousand_ranks_is_one_line_of_fallout(tmp_path: P
     assert [(item.signature, item.count) for item in verdict.fallout] == [("nccl-exception", 2000)]
 
 
+def test_the_fault_behind_a_storm_of_its_kind_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    storm = "".join(f"bad record {n} Error: skipped\nstep {n} | loss 2.1\n" for n in range(30_000))
+    path.write_text(storm + "[rank3]: KeyError: 'x'\n[rank4]: KeyError: 'x'\n")
+    verdict = diagnose([str(path)])
+    assert (verdict.cause, verdict.first_evidence and verdict.first_evidence.line) == ("user_exception", 60_001)
+
+
 def test_log_times_of_all_glog_forms_are_understood() -> None:
     assert (
         read_line(b"[rank3]:[E1119 13:21:12.5 ProcessGroupNCCL.cpp:616] x", 2024).at
