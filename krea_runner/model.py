@@ -178,6 +178,8 @@ class RunConfig:
     transport: str = "local"
     """Where the scheduler's commands run: here, or on `ssh_host`."""
     ssh_host: str = ""
+    files: str = "mounted"
+    """`sftp`: `run_dir` and the checkpoints are paths on `ssh_host`."""
     env: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}))
     gang: Gang = field(default_factory=Gang)
     slurm: MappingProxyType[str, Any] = field(default_factory=lambda: MappingProxyType({}))

@@ -15,6 +15,7 @@ from krea_runner.history.store import History, Lease, LeaseLost
 from krea_runner.model import Action, ActionKind, ActionStage, AttemptKey, JobRecord, JobState, Run, RunState
 from krea_runner.rundir import RunDir
 from krea_runner.schedulers import Scheduler
+from krea_runner.transport.mirror import mirrored
 
 # A start in the same whole second as the kill is refused; this much past the next one was always accepted (102 of 102).
 SECOND_MARGIN_S = 0.15
@@ -145,7 +146,7 @@ _REQUEUE_STEPS: dict[ActionStage, Callable[[Work, JobRecord, History, Clock], No
 def _start_was_refused(work: Work, job: JobRecord) -> bool:
     """FAILED 1:0 without the script having said a word (22.05.8: "Killing non-startable batch JobId")."""
     attempt = AttemptKey(job.job_id, job.restart_count)
-    never_began = not RunDir(work.run.config.run_dir).script_events(attempt).exists()
+    never_began = not RunDir(mirrored(work.run.config, attempt).run_dir).script_events(attempt).exists()
     return job.restart_count > work.action.restart_count and never_began
 
 
