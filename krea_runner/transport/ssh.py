@@ -7,6 +7,7 @@ to answer a question. A command is sent once. What is done again is connecting, 
 
 import errno
 import glob
+import logging
 import os
 import shlex
 import threading
@@ -63,6 +64,7 @@ def open_ssh(host: str) -> "Ssh":
 class Ssh:
     def __init__(self, host: str) -> None:
         self.host = host
+        logging.getLogger("paramiko").addHandler(logging.NullHandler())  # its tracebacks go nowhere: our errors say it
         self._clients: list[paramiko.SSHClient] = []  # the jump hosts, then the host itself
         self._sftp: paramiko.SFTPClient | None = None
         self._lock = threading.RLock()
