@@ -7,6 +7,7 @@
     │  ├─ SchedulerUnavailable          exit 75   could not ask, or no answer in time: nothing is known
     │  ├─ JobNotFound                   exit 3
     │  └─ SchedulerOutputError          exit 69   an answer we cannot read; keeps the line
+    ├─ FilesUnavailable                exit 75   files on another host could not be read: nothing is known of them
     └─ HistoryError                     exit 1
        ├─ HistoryUnavailable            exit 75   locked, read-only, disk full, file system gone
        └─ SchemaTooNew                  exit 78
@@ -85,6 +86,11 @@ class SchedulerOutputError(SchedulerError):
     def __init__(self, message: str, *, line: str, argv: Sequence[str] = ()) -> None:
         super().__init__(message, argv=argv)
         self.line = line
+
+
+class FilesUnavailable(KreaRunnerError):
+    exit_code = 75
+    transient = True
 
 
 class HistoryError(KreaRunnerError):

@@ -180,6 +180,7 @@ class RunConfig:
     scheduler: str = "slurm"
     transport: str = "local"  # or "ssh": the scheduler's commands run on `ssh_host`
     ssh_host: str = ""
+    files: str = "mounted"  # or "sftp": `run_dir` and the checkpoints are paths on `ssh_host`
     env: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}))
     gang: Gang = field(default_factory=Gang)
     slurm: MappingProxyType[str, Any] = field(default_factory=lambda: MappingProxyType({}))

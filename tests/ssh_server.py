@@ -101,3 +101,17 @@ class Sshd:
             self.process.kill()
             self.process.wait()
             self.process = None
+
+
+def write_home(
+    home: Path, sshd: Sshd, *, known: str | None = None, key: Path | None = None, user: str = "", more: str = ""
+) -> None:
+    """A home directory that knows the server as `login`."""
+    folder = home / ".ssh"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "known").write_text(sshd.known_hosts_line if known is None else known)
+    (folder / "config").write_text(
+        f"Host login\n  HostName 127.0.0.1\n  Port {sshd.port}\n  User {user or sshd.user}\n"
+        f"  IdentityFile {key or sshd.folder / 'user_key'}\n  IdentitiesOnly yes\n{more}"
+        f"Host *\n  UserKnownHostsFile {folder}/known\n"
+    )

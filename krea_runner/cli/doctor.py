@@ -237,6 +237,8 @@ def _run_dirs(runs: "list[Run]") -> Iterator[Check]:
     from krea_runner.report.words import one_line
 
     for run in runs:
+        if run.config.files == "sftp":
+            continue
         folder = run.config.run_dir
         if not os.access(folder, os.W_OK | os.X_OK):
             yield Check(

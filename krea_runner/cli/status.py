@@ -115,7 +115,8 @@ def look(history: "History", runs: Sequence["Run"], clock: Any) -> _Looked:
 def _view(
     history: "History", run: "Run", job: "JobRecord | None", blind: str, incidents: Sequence["Incident"], clock: Any
 ) -> "RunView":
-    from krea_runner.model import Attempt, AttemptKey
+    from krea_runner.errors import FilesUnavailable
+    from krea_runner.model import Attempt, AttemptKey, Snapshot
     from krea_runner.observe.snapshot import observe
     from krea_runner.report.status import view_run
 
@@ -126,7 +127,11 @@ def _view(
         unseen = Attempt(0, run.run_id, key, clock.wall())  # the supervisor has not looked since it started
         attempt = next((known for known in attempts if known.key == key), unseen)
     memory = history.watch(attempt.attempt_id) if attempt is not None and attempt.attempt_id else None
-    snapshot = replace(observe(run, job, attempt, memory, clock), blind=blind)
+    try:
+        snapshot = replace(observe(run, job, attempt, memory, clock), blind=blind)
+    except FilesUnavailable as error:
+        why = blind or f"could not see: {error}"
+        snapshot = Snapshot(run=run, wall_at=clock.wall(), mono=clock.mono(), job=job, attempt=attempt, blind=why)
     return view_run(
         snapshot,
         memory,

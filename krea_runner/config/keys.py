@@ -190,6 +190,8 @@ TABLES: dict[str, tuple[Key, ...]] = {
         Key("transport", one_of("local", "ssh"), "Where Slurm's commands run: on this host, or on a login node over SSH.",
             "local"),
         Key("ssh_host", ssh_host, "The login node, as `ssh` knows it: a Host of ~/.ssh/config, or a name.", "none"),
+        Key("files", one_of("mounted", "sftp"), "With `transport = \"ssh\"`: the run directory is mounted here under the same "
+            "path, or read over SFTP; then `dir` and `workdir` are absolute paths over there.", "mounted"),
     ),
     "env": (),
     "gang": (

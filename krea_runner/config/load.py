@@ -169,9 +169,15 @@ class _Checker:
 
     def check_transport(self, run: dict[str, Any]) -> None:
         if run.get("transport") != "ssh":
-            if "ssh_host" in run:
-                self._problem(("run", "ssh_host"), '[run] ssh_host goes with transport = "ssh"')
+            for key in ("ssh_host", "files"):
+                if key in run:
+                    self._problem(("run", key), f'[run] {key} goes with transport = "ssh"')
             return
+        for key in ("dir", "workdir"):
+            if run.get("files") == "sftp" and not run.get(key, "").startswith("/"):
+                self._problem(
+                    ("run", "files"), f'[run] files = "sftp" needs {key} = "/an/absolute/path" of the cluster'
+                )
         if "ssh_host" not in run:
             self._problem(("run", "transport"), '[run] transport = "ssh" needs ssh_host = "a login node"')
         if run.get("scheduler", "slurm") != "slurm":
@@ -211,6 +217,7 @@ def _build(values: dict[str, dict[str, Any]], base: Path) -> RunConfig:
         scheduler=run.get("scheduler", "slurm"),
         transport=run.get("transport", "local"),
         ssh_host=run.get("ssh_host", ""),
+        files=run.get("files", "mounted"),
         env=MappingProxyType(values["env"]),
         gang=Gang(**values["gang"]),
         slurm=MappingProxyType(values["slurm"]),

@@ -11,6 +11,7 @@ from krea_runner.launch.render import render
 from krea_runner.model import Run, RunConfig, RunState
 from krea_runner.rundir import RunDir
 from krea_runner.schedulers import Scheduler
+from krea_runner.transport.mirror import put_files
 
 
 def submit(
@@ -47,6 +48,10 @@ def prepare(config: RunConfig, source: Path | bytes) -> Path:
     """
     script = render(config)
     run_dir = RunDir(config.run_dir)
+    if config.files == "sftp":
+        folders = [run_dir.root, run_dir.logs, run_dir.events]
+        put_files(config, folders, {run_dir.config: source.read_bytes(), run_dir.script: script.encode()})
+        return run_dir.script
     try:
         for folder in (run_dir.root, run_dir.logs, run_dir.events):
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,7 @@
 """Reads the world of one run into one Snapshot. The only reader; it changes nothing."""
 
+from dataclasses import replace
+
 from krea_runner.clock import Clock
 from krea_runner.model import Attempt, HeartbeatReading, JobRecord, JobState, LogReading, Run, Snapshot, Watch
 from krea_runner.observe.checkpoints import read_checkpoints
@@ -7,18 +9,26 @@ from krea_runner.observe.heartbeats import read_heartbeats
 from krea_runner.observe.logs import read_logs, read_script_end
 from krea_runner.observe.watch import advance_watch
 from krea_runner.rundir import RunDir
+from krea_runner.transport.mirror import mirrored
 
 # A queued, starting or suspended gang owes no beats: its clocks start afresh when it runs (again).
 _TICKING = frozenset({JobState.RUNNING, JobState.COMPLETING})
 
 
 def observe(run: Run, job: JobRecord | None, attempt: Attempt | None, memory: Watch | None, clock: Clock) -> Snapshot:
-    """`memory` is what the last look at this attempt left behind; the snapshot's `watch` is what this one leaves."""
+    """`memory` is what the last look at this attempt left behind; the snapshot's `watch` is what this one leaves.
+
+    Raises: FilesUnavailable, where files are read over SFTP.
+    """
+    config = mirrored(run.config, attempt.key if attempt else None)
     wall, mono = clock.wall(), clock.mono()
-    checkpoints = read_checkpoints(run.config.checkpoint)
+    checkpoints = read_checkpoints(config.checkpoint)
+    if checkpoints.newest is not None and run.config.checkpoint.directory is not None:
+        path = run.config.checkpoint.directory / checkpoints.newest.path.name  # as the job calls it
+        checkpoints = replace(checkpoints, newest=replace(checkpoints.newest, path=path))
     if attempt is None:
         return Snapshot(run=run, wall_at=wall, mono=mono, job=job, checkpoints=checkpoints)
-    run_dir = RunDir(run.config.run_dir)
+    run_dir = RunDir(config.run_dir)
     heartbeats = read_heartbeats(run_dir.heartbeats(attempt.key), str(attempt.key))
     log = read_logs(run_dir, attempt.key, run.config.job_log)
     return Snapshot(

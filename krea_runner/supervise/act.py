@@ -22,6 +22,7 @@ from krea_runner.model import Action, ActionKind, ActionStage, Attempt, AttemptK
 from krea_runner.rundir import RunDir
 from krea_runner.schedulers import Scheduler
 from krea_runner.supervise.exclude import start_elsewhere
+from krea_runner.transport.mirror import mirrored
 
 # A start in the same whole second as the kill is refused; this much past the next one was always accepted (102 of 102).
 SECOND_MARGIN_S = 0.15
@@ -186,7 +187,7 @@ def _start_was_refused(work: Work, job: JobRecord) -> bool:
     attempt = AttemptKey(job.job_id, job.restart_count)
     if work.run.config.job_log is not None:  # an adopted job's script says nothing: the next tick takes it for a crash
         return False
-    never_began = not RunDir(work.run.config.run_dir).script_events(attempt).exists()
+    never_began = not RunDir(mirrored(work.run.config, attempt).run_dir).script_events(attempt).exists()
     return job.restart_count > work.action.restart_count and never_began
 
 
@@ -235,7 +236,7 @@ def _end_old_job(work: Work, history: History, clock: Clock) -> None:
             _still_ours(work, history)
             work.scheduler.cancel(action.job_id)
             work.cancel_sent = True
-    elif not RunDir(work.run.config.run_dir).script.is_file():
+    elif work.run.config.files == "mounted" and not RunDir(work.run.config.run_dir).script.is_file():
         why = "there is no batch script of ours to submit again; submit it by hand, then: krea-runner adopt JOBID"
         _give_up(work, history, clock, RunState.HELD, why)
     else:

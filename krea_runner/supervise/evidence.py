@@ -14,6 +14,8 @@ def keep_evidence(snapshot: Snapshot, finding: Finding) -> Path | None:
     so a full disk must not stop the restart."""
     if snapshot.attempt is None:
         return None
+    if snapshot.run.config.files == "sftp":  # not ours to write to; the incident's row has it all in short
+        return None
     folder = RunDir(snapshot.run.config.run_dir).incident(snapshot.attempt.key)
     document = {
         "schema_version": 1,

@@ -8,7 +8,7 @@ from krea_runner.clock import Clock
 from krea_runner.decide.decision import Case, decide
 from krea_runner.diagnose.end import diagnose_end, end_of, exit_codes, is_held_by_slurm
 from krea_runner.diagnose.hang import judge_hang
-from krea_runner.errors import HistoryUnavailable, SchedulerError
+from krea_runner.errors import FilesUnavailable, HistoryUnavailable, SchedulerError
 from krea_runner.history.store import History, Lease, LeaseLost, TickRecord
 from krea_runner.model import (
     Attempt,
@@ -124,13 +124,17 @@ def _tick_group(supervisor: Supervisor, endpoint: str, runs: list[Run], report: 
         scheduler = supervisor.open_scheduler(endpoint)
         jobs = scheduler.my_jobs([run.job_id for run in ours if run.job_id is not None])
         for run in ours:
-            report.lines.append(_tick_run(supervisor, scheduler, run, jobs, leases[run.run_id], report))
+            try:
+                line = _tick_run(supervisor, scheduler, run, jobs, leases[run.run_id], report)
+            except FilesUnavailable as error:
+                line = RunLine(run, f"could not see: {error}", blind=True)
+            report.lines.append(line)
             action = None if supervisor.dry_run else history.open_action(run.run_id)
             if action is not None:
                 work.append(Work(run, scheduler, leases[run.run_id], action))
         carry_out(work, history, clock, deadline=clock.mono() + ACT_S)
         report.lines += _end_ghosts(supervisor, scheduler, jobs)
-    except SchedulerError as error:
+    except (SchedulerError, FilesUnavailable) as error:
         settled = {line.run.run_id for line in report.lines} - {
             item.run.run_id for item in work if item.action.stage.is_open
         }
@@ -428,7 +432,10 @@ def look(supervisor: Supervisor, report: TickReport) -> bool:
         attempt, job = snapshot.attempt, snapshot.job
         if attempt is None or job is None or job.state is not JobState.RUNNING:
             continue
-        again = observe(snapshot.run, job, attempt, supervisor.memory.get(attempt.attempt_id), supervisor.clock)
+        try:
+            again = observe(snapshot.run, job, attempt, supervisor.memory.get(attempt.attempt_id), supervisor.clock)
+        except FilesUnavailable:
+            continue  # the next tick says so
         _remember(supervisor, attempt, again.watch)
         stepped = attempt.first_step is None and any(beat.step >= 0 for beat in again.heartbeats.ranks)
         due = due or stepped or judge_hang(again).finding is not None or again.script_end is not None

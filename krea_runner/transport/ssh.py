@@ -7,6 +7,7 @@ to answer a question. A command is sent once. What is done again is connecting, 
 
 import errno
 import glob
+import logging
 import os
 import shlex
 import threading
@@ -16,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from krea_runner.errors import ConfigError, SchedulerUnavailable
+from krea_runner.errors import ConfigError, FilesUnavailable, SchedulerUnavailable
 from krea_runner.proc import KEPT, SCRUBBED_PREFIXES, Completed
 
 if TYPE_CHECKING:
@@ -63,7 +64,9 @@ def open_ssh(host: str) -> "Ssh":
 class Ssh:
     def __init__(self, host: str) -> None:
         self.host = host
+        logging.getLogger("paramiko").addHandler(logging.NullHandler())  # its tracebacks go nowhere: our errors say it
         self._clients: list[paramiko.SSHClient] = []  # the jump hosts, then the host itself
+        self._sftp: paramiko.SFTPClient | None = None
         self._lock = threading.RLock()
 
     def run(
@@ -135,8 +138,29 @@ class Ssh:
                         raise self._away(f"no session: {error}") from error
         raise AssertionError("not reached")
 
+    def sftp(self) -> "paramiko.SFTPClient":
+        """The one SFTP session of this connection; nobody else may use it meanwhile. Raises: FilesUnavailable."""
+        import paramiko
+
+        if self._sftp is None:
+            try:
+                channel = self.open_channel()
+                channel.settimeout(CONNECT_S)
+                channel.invoke_subsystem("sftp")
+                self._sftp = paramiko.SFTPClient(channel)
+            except (SchedulerUnavailable, paramiko.SSHException, OSError, EOFError) as error:
+                raise FilesUnavailable(f"opening SFTP on {self.host}: {error}", hint=f"sftp {self.host}") from error
+        return self._sftp
+
+    def close_sftp(self) -> None:
+        """After an error: what it would answer next belongs to nobody."""
+        if self._sftp is not None:
+            self._sftp.close()
+            self._sftp = None
+
     def close(self) -> None:
         with self._lock:
+            self._sftp = None
             for client in reversed(self._clients):
                 client.close()
             self._clients = []

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from krea_runner.schedulers.slurm_cli import SlurmCli
 from krea_runner.transport import ssh as ssh_module
 from krea_runner.transport.ssh import Ssh, open_ssh
 from tests.conftest import free_ports, until
-from tests.ssh_server import SSHD, Sshd, keygen
+from tests.ssh_server import SSHD, Sshd, keygen, write_home
 
 pytest.importorskip("paramiko", reason="paramiko is not installed: pip install 'krea-runner[ssh]'")
 pytestmark = [
@@ -41,14 +42,8 @@ class Site:
     home: Path
     bin: Path
 
-    def write(self, *, known: str | None = None, key: Path | None = None, user: str = "", more: str = "") -> None:
-        folder = self.home / ".ssh"
-        (folder / "known").write_text(self.sshd.known_hosts_line if known is None else known)
-        (folder / "config").write_text(
-            f"Host login\n  HostName 127.0.0.1\n  Port {self.sshd.port}\n  User {user or self.sshd.user}\n"
-            f"  IdentityFile {key or self.sshd.folder / 'user_key'}\n  IdentitiesOnly yes\n{more}"
-            f"Host *\n  UserKnownHostsFile {folder}/known\n"
-        )
+    def write(self, **how: Any) -> None:
+        write_home(self.home, self.sshd, **how)
 
     def command(self, name: str, body: str) -> Path:
         path = self.bin / name
@@ -59,7 +54,6 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    (tmp_path / "home" / ".ssh").mkdir(parents=True)
     (tmp_path / "bin").mkdir()
     leaks = {"SQUEUE_FORMAT": "%i", "SLURM_JOB_ID": "7", "SLURM_CONF": "/site/slurm.conf", "MY_OWN": "a b"}
     path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
