@@ -181,7 +181,11 @@ def safe(text: str) -> str:
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
-signatures = typer.Typer(help="Known messages of failing jobs.", no_args_is_help=True, rich_markup_mode=None)
+signatures = typer.Typer(
+    help="Known messages of failing jobs.\n\nExample: krea-runner signatures test slurm-4711.out",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 
 @signatures.command("test")

@@ -91,9 +91,8 @@ def read_log(name: str, number: int, catalog: Catalog, layout: Layout, *, node: 
         reader.take(block, search)
     if max(search.seen, default=0) >= CAP:  # what ended the job may be the twenty-thousand-and-first of its kind
         known = {event.line for event in log.events}
-        again = Search(catalog.literals)
         for block in tail:
-            reader.take(block, again, known)
+            reader.take(block, Search(catalog.literals), known)
         log.events.sort(key=lambda event: event.line)
     _look_at_tail(log, tail)
     return log

@@ -39,7 +39,7 @@ def crash(n: int) -> str:
         f"{who}frame #{i}: c10::cuda::launch(int) + 0x{i}f (0x7f{n:05d} in /opt/lib/libc10_cuda.so)\n" for i in range(8)
     )
     error = "RuntimeError: CUDA error: an illegal memory access was encountered"
-    return f"{who}Traceback (most recent call last):\n{frames}{who}{error}\n{who}For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n{stack}"
+    return f"{who}Traceback (most recent call last):\n{frames}{who}{error}\n{who}Compile with x to enable y\n{stack}"
 
 
 def pieces(make: Callable[[int], str], size: int) -> Iterator[bytes]:
