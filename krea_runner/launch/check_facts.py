@@ -56,7 +56,7 @@ def check_run(
     """
     config = config or load_run(path)
     source = path.read_text(encoding="utf-8")
-    cluster, unseen = _cluster(timeout_s) if config.scheduler == "slurm" else (None, "")
+    cluster, unseen = _cluster(timeout_s, config.ssh_host) if config.scheduler == "slurm" else (None, "")
     every_s = every_s or checkpoint_interval_s(config.checkpoint)
     saving_s = config.budgets.checkpoint_s if config.checkpoint.directory else None
     environ = clean_environment(os.environ)
@@ -93,8 +93,12 @@ def _ours(path: Path, source: str, config: RunConfig) -> Ours:
     )
 
 
-def _cluster(timeout_s: float) -> tuple[ClusterFacts | None, str]:
+def _cluster(timeout_s: float, ssh_host: str = "") -> tuple[ClusterFacts | None, str]:
     try:
+        if ssh_host:
+            from krea_runner.transport.ssh import open_ssh
+
+            return cluster_facts(timeout_s=timeout_s, transport=open_ssh(ssh_host)), ""
         return cluster_facts(timeout_s=timeout_s), ""
     except SchedulerError as error:
         return None, str(error)

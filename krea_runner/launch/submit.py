@@ -50,7 +50,8 @@ def prepare(config: RunConfig, source: Path | bytes) -> Path:
     run_dir = RunDir(config.run_dir)
     if config.files == "sftp":
         folders = [run_dir.root, run_dir.logs, run_dir.events]
-        put_files(config, folders, {run_dir.config: source.read_bytes(), run_dir.script: script.encode()})
+        text = source if isinstance(source, bytes) else source.read_bytes()
+        put_files(config, folders, {run_dir.config: text, run_dir.script: script.encode()})
         return run_dir.script
     try:
         for folder in (run_dir.root, run_dir.logs, run_dir.events):

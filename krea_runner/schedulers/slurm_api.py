@@ -10,9 +10,12 @@ asked for:
 """
 
 import json
+import math
 import os
 import sys
+import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +34,12 @@ _STANDBY = frozenset({2027, 2131})
 _NO_SUCH_JOB = frozenset({2017})
 
 
-class SlurmApi:
-    name = "slurm"
-    whole_second_starts = True
+class SlurmApi(SlurmCli):
+    """Where a method is not here, it goes by command."""
 
     def __init__(self, companion: Companion, versions: str) -> None:
+        super().__init__(Check("interface", True, versions))
         self._companion: Companion | None = companion
-        self._versions = versions
-        self._cli = SlurmCli()
 
     @property
     def is_connected(self) -> bool:
@@ -51,35 +52,28 @@ class SlurmApi:
         if not job_ids:
             return {}
         asked = [checked_id(job_id) for job_id in job_ids]
-        return self._completed(asked, self._ask("jobs", doing="asking for jobs", ids=asked))
+        return self._completed(asked, self._query("jobs", doing="asking for jobs", ids=asked))
 
-    def find_by_tag(self, tag: str) -> list[JobRecord]:
-        rows = self._ask("tagged", doing="looking for your jobs", tag=tag, uid=os.getuid())
-        if not all(row["job_id"] for row in rows):  # an array: squeue can tell its tasks apart
-            return self._cli.find_by_tag(tag)
-        found = self._completed([row["job_id"] for row in rows], rows)
-        return sorted(found.values(), key=lambda job: job.submitted_at or 0.0, reverse=True)
-
-    def submit(self, script: Path, *, tag: str) -> str:
-        return self._cli.submit(script, tag=tag)
+    def my_jobs(self, known: Sequence[str]) -> dict[str, JobRecord]:
+        """One query of pyslurm while all of the user's jobs wait or run; else one as slurm_cli does it."""
+        rows = self._query("mine", doing="asking for your jobs", uid=os.getuid())
+        found = {row["job_id"]: _record(row) for row in rows if row["job_id"]}
+        ended = any(record.state.is_ended for record in found.values())
+        if ended or len(found) < len(rows) or any(checked_id(job_id) not in found for job_id in known):
+            return super().my_jobs(known)
+        return found
 
     def requeue(self, job_id: str) -> None:
         if job_id.isdecimal():
-            self._ask("requeue", doing=f"requeueing job {job_id}", job=int(job_id))
+            self._query("requeue", doing=f"requeueing job {job_id}", job=int(job_id))
         else:
-            self._cli.requeue(job_id)
+            super().requeue(job_id)
 
-    def start_now(self, job_id: str) -> None:
-        if job_id.isdecimal():
-            self._ask("start_now", doing=f"lifting the start time of job {job_id}", job=int(job_id))
+    def start_now(self, job_id: str, excluded: Sequence[str] | None = None) -> None:
+        if job_id.isdecimal() and excluded is None:
+            self._query("start_now", doing=f"lifting the start time of job {job_id}", job=int(job_id))
         else:
-            self._cli.start_now(job_id)
-
-    def cancel(self, job_id: str) -> None:
-        self._cli.cancel(job_id)
-
-    def checks(self) -> list[Check]:
-        return [*self._cli.checks(), Check("interface", True, self._versions)]
+            super().start_now(job_id, excluded)
 
     def close(self) -> None:
         if self._companion is not None:
@@ -90,14 +84,14 @@ class SlurmApi:
         found = {record.job_id: record for record in map(_record, rows) if not record.state.is_ended}
         rest = [job_id for job_id in asked if job_id not in found]
         try:
-            found |= self._cli.jobs(rest)
+            found |= super().jobs(rest)
         except SchedulerUnavailable as error:
             if not found:
                 raise
             found |= {job_id: JobRecord(job_id, JobState.UNKNOWN, str(error)) for job_id in rest}
         return {job_id: found[job_id] for job_id in asked if job_id in found}
 
-    def _ask(self, verb: str, *, doing: str, **more: Any) -> Any:
+    def _query(self, verb: str, *, doing: str, **more: Any) -> Any:
         """A companion that gave no answer is not asked again: the next one reads slurm.conf anew."""
         try:
             if self._companion is None:
@@ -122,6 +116,9 @@ def _record(row: dict[str, Any]) -> JobRecord:
             nodelist=row["nodelist"] or "",
             batch_node=row["batch_node"] or "",
             requeue_allowed=row["requeue_allowed"],
+            user=row["user"] or "",
+            name=row["name"] or "",
+            comment=row["comment"] or "",
         )
     except (AttributeError, TypeError, ValueError) as error:
         line = json.dumps(row)
@@ -181,32 +178,40 @@ def _refusal(errno: int) -> type[SchedulerError]:
 
 # ------------------------------------------------------------------------------------------------ pyslurm or the commands
 
-_opened: dict[str | None, Scheduler] = {}  # by SLURM_CONF, for as long as this process lives
+# A cluster that pyslurm does not fit, or a controller that did not answer, is looked at again after this long.
+LOOK_AGAIN_S = 600.0
+_opened: dict[str | None, tuple[Scheduler, float]] = {}  # by SLURM_CONF; until when, on the monotonic clock
 
 
 def open_api() -> Scheduler:
     """Through pyslurm where it is of the cluster's version, otherwise through the commands, with the reason as a check.
 
-    One companion serves all that this process asks. No answer from it proves nothing, so it is tried again the next time.
+    One companion serves all that this process asks. After a question without an answer it is judged anew.
     """
     conf = os.environ.get("SLURM_CONF")
-    known = _opened.get(conf)
-    if known is not None and not (isinstance(known, SlurmApi) and not known.is_connected):
-        return known
-    _opened.pop(conf, None)
+    known, until = _opened.get(conf, (None, 0.0))
+    if isinstance(known, SlurmApi):
+        until = math.inf if known.is_connected else 0.0
+    if known is None or time.monotonic() > until:
+        known = _open()
+        _opened[conf] = known, time.monotonic() + LOOK_AGAIN_S
+    return known
+
+
+def _open() -> Scheduler:
     try:
         companion, (ours, theirs) = _start()
     except SchedulerError as error:
-        return by_commands(str(error), hint=error.hint or f"look: {Path(sys.executable).name} -c 'import pyslurm'")
+        # What a cluster of another version says is anything from "Zero Bytes were transmitted" (22.05.8) to a refusal.
+        hint = f"pyslurm must be of the cluster's own version (sbatch --version); look: {sys.executable} -c 'import pyslurm'"
+        return by_commands(f"pyslurm {version('pyslurm')} does not work here: {error}", hint=hint)
     if _major(ours) == _major(theirs):
-        _opened[conf] = SlurmApi(companion, f"pyslurm {ours}")
-    else:
-        companion.close()
-        reason = f"pyslurm {ours} is for Slurm {_major(ours)}, the cluster runs {theirs}"
-        _opened[conf] = by_commands(
-            reason, hint=f"nothing is lost but milliseconds; or pip install 'pyslurm=={_major(theirs)}.*'"
-        )
-    return _opened[conf]
+        return SlurmApi(companion, f"pyslurm {ours}")
+    companion.close()
+    return by_commands(
+        f"pyslurm {ours} is for Slurm {_major(ours)}, the cluster runs {theirs}",
+        hint=f"nothing is lost but milliseconds; its own: pip install 'pyslurm=={_major(theirs)}.*'",
+    )
 
 
 def by_commands(reason: str, *, hint: str = "") -> Scheduler:

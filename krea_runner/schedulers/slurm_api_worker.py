@@ -43,9 +43,9 @@ def _jobs(pyslurm: Any, ids: list[str]) -> list[dict[str, Any]]:
     return [_record(name, job) for name, job in named if name in wanted]
 
 
-def _tagged(pyslurm: Any, tag: str, uid: int) -> list[dict[str, Any]]:
-    mine = (job for job in pyslurm.Jobs.load().values() if job.user_id == uid)
-    return [_record(_name(job), job) for job in mine if _comment(job) == tag]
+def _mine(pyslurm: Any, uid: int) -> list[dict[str, Any]]:
+    """For root, who may look after the jobs of others, everybody's."""
+    return [_record(_name(job), job) for job in pyslurm.Jobs.load().values() if uid in {0, job.user_id}]
 
 
 def _requeue(pyslurm: Any, job: int) -> None:
@@ -64,12 +64,12 @@ def _name(job: Any) -> str:
     return str(job.id)
 
 
-def _comment(job: Any) -> str | None:
+def _text(job: Any, name: str) -> str | None:
     try:
-        comment: str | None = job.comment
+        text: str | None = getattr(job, name)
     except UnicodeDecodeError:  # somebody else's bytes: ours are always UTF-8
         return None
-    return comment
+    return text
 
 
 def _record(name: str, job: Any) -> dict[str, Any]:
@@ -83,13 +83,16 @@ def _record(name: str, job: Any) -> dict[str, Any]:
         "nodelist": job.allocated_nodes,
         "batch_node": job.batch_host,
         "requeue_allowed": job.is_requeueable,
+        "user": _text(job, "user_name"),
+        "name": _text(job, "name"),
+        "comment": _text(job, "comment"),
     }
 
 
 _VERBS: dict[str, Callable[..., Any]] = {
     "versions": _versions,
     "jobs": _jobs,
-    "tagged": _tagged,
+    "mine": _mine,
     "requeue": _requeue,
     "start_now": _start_now,
 }

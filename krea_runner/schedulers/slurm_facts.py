@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from krea_runner.errors import SchedulerError
 from krea_runner.schedulers.slurm_cli import ask
 from krea_runner.schedulers.slurm_parse import parse_config
+from krea_runner.transport import HERE, Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,22 +25,22 @@ class ClusterFacts:
         return self.partitions.get(name)
 
 
-def cluster_facts(*, timeout_s: float = 10.0) -> ClusterFacts:
+def cluster_facts(*, timeout_s: float = 10.0, transport: Transport = HERE) -> ClusterFacts:
     """Asks the controller twice, and accounting once where a QOS decides who is preempted.
 
     Raises: SchedulerError; SchedulerUnavailable when there was no answer: nothing of the cluster can be judged then.
     """
-    config = parse_config(
-        ask(["scontrol", "show", "config"], doing="asking how the cluster is configured", timeout_s=timeout_s).stdout
-    )
-    shown = ask(
-        ["scontrol", "show", "partition", "-a", "-o"], doing="asking for the partitions", timeout_s=timeout_s
-    ).stdout
+
+    def said(*argv: str, doing: str) -> str:
+        return ask(argv, doing=doing, timeout_s=timeout_s, transport=transport).stdout
+
+    config = parse_config(said("scontrol", "show", "config", doing="asking how the cluster is configured"))
+    shown = said("scontrol", "show", "partition", "-a", "-o", doing="asking for the partitions")
     qos: dict[str, str] = {}
     if "preempt/qos" in config.get("PreemptType", ""):
         try:
-            argv = ["sacctmgr", "-n", "-P", "show", "qos", "format=Name,PreemptMode"]
-            qos = parse_qos(ask(argv, doing="asking for the QOS", timeout_s=timeout_s).stdout)
+            argv = ("sacctmgr", "-n", "-P", "show", "qos", "format=Name,PreemptMode")
+            qos = parse_qos(said(*argv, doing="asking for the QOS"))
         except SchedulerError:
             qos = {}  # the partition and the configuration still say something; the page says that a QOS may differ
     return ClusterFacts(config, parse_partitions(shown), qos)
