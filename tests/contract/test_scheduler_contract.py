@@ -17,11 +17,8 @@ from krea_runner.errors import JobNotFound, SchedulerError
 from krea_runner.model import JobRecord, JobState
 from krea_runner.schedulers import Scheduler, open_scheduler
 from krea_runner.schedulers.local import LocalScheduler
-<<<<<<< ours
 from krea_runner.schedulers.nodelist import expand
-=======
 from krea_runner.schedulers.slurm_api import SlurmApi
->>>>>>> theirs
 from krea_runner.schedulers.slurm_cli import SlurmCli
 from krea_runner.transport import HERE
 from krea_runner.transport.ssh import Ssh
@@ -82,19 +79,6 @@ def wait_until(condition: Callable[[], bool], what: str, show: Callable[[], str]
         time.sleep(0.05)
 
 
-<<<<<<< ours
-@pytest.fixture(
-    params=["local", *(pytest.param(kind, marks=pytest.mark.slurm) for kind in ("slurm", "slurm over ssh"))]
-)
-def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    sshd = None
-    if request.param != "local":
-        for name, value in request.getfixturevalue("slurm_cluster").env.items():
-            monkeypatch.setenv(name, value)
-        if request.param != "slurm":
-            sshd = login_node(tmp_path, monkeypatch)
-        bench = Bench(SlurmCli(HERE if sshd is None else Ssh("login")), tmp_path)
-=======
 def through_pyslurm() -> Scheduler:
     """Skips, with what doctor would say, where pyslurm is not there or not of the cluster's version."""
     scheduler = open_scheduler("slurm", state_dir=Path("/nowhere"))
@@ -103,16 +87,18 @@ def through_pyslurm() -> Scheduler:
     return scheduler
 
 
-SLURM = {"slurm": SlurmCli, "pyslurm": through_pyslurm}
-
-
-@pytest.fixture(params=["local", *(pytest.param(name, marks=pytest.mark.slurm) for name in SLURM)])
+@pytest.fixture(
+    params=["local", *(pytest.param(kind, marks=pytest.mark.slurm) for kind in ("slurm", "slurm over ssh", "pyslurm"))]
+)
 def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    if request.param in SLURM:
+    sshd = None
+    if request.param != "local":
         for name, value in request.getfixturevalue("slurm_cluster").env.items():
             monkeypatch.setenv(name, value)
-        bench = Bench(SLURM[request.param](), tmp_path)
->>>>>>> theirs
+        if request.param == "slurm over ssh":
+            sshd = login_node(tmp_path, monkeypatch)
+        transport = HERE if sshd is None else Ssh("login")
+        bench = Bench(through_pyslurm() if request.param == "pyslurm" else SlurmCli(transport=transport), tmp_path)
     else:
         bench = Bench(LocalScheduler(tmp_path / "local"), tmp_path)
     yield bench
