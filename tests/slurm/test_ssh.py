@@ -162,7 +162,7 @@ def test_a_wrong_user_or_key_says_so(site: Site, wrong: str) -> None:
 
 def test_a_submission_that_could_not_connect_was_surely_not_sent(site: Site) -> None:
     site.write(known="")
-    refusal(lambda: SlurmCli(Ssh("login")).submit(Path("/a/job.sbatch"), tag="t"), SchedulerError)
+    refusal(lambda: SlurmCli(transport=Ssh("login")).submit(Path("/a/job.sbatch"), tag="t"), SchedulerError)
 
 
 def test_doctor_says_who_is_connected_where(site: Site) -> None:
@@ -212,7 +212,7 @@ def test_a_connection_that_was_cut_while_idle_is_made_again(site: Site) -> None:
 def test_a_requeue_whose_connection_is_cut_is_unknown_and_never_sent_again(site: Site) -> None:
     scontrol = site.command("scontrol", SLOW_SCONTROL)
     calls, done = (scontrol.with_suffix(suffix) for suffix in (".calls", ".done"))
-    slurm = SlurmCli(Ssh("login"))
+    slurm = SlurmCli(transport=Ssh("login"))
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(slurm.requeue, "26")
         until(calls.exists, "the requeue to begin", 20)

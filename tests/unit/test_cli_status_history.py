@@ -179,7 +179,7 @@ def test_history_document_holds_everything(state: Path, history: History, tmp_pa
     assert (pytest.approx(10.0), pytest.approx(41.0)) == (incident.pop("notice_s"), incident.pop("resume_s"))
     assert incident == {
         "incident_id": 1, "run_id": run.run_id, "run": "llm", "attempt": "4711.r0", "job_id": "4711", "restart_count": 0,
-        "symptom": "hang", "cause": "rank_stopped", "summary": "hang: rank 3 on n2 stopped", "node": "n2", "step": 128,
+        "symptom": "hang", "cause": "rank_stopped", "summary": "hang: rank 3 on n2 stopped", "node": "n2", "by": "", "step": 128,
         "checkpoint_step": 120, "lost_steps": 8, "decision": "REQUEUE",
         "decision_reason": "from step 120, same job; restart 1 of 3", "resumed_step": 121,
         "agreed_by": "logs silent 12 s", "evidence": ["rank 3 n2: step 128"],
