@@ -156,7 +156,8 @@ class Scheduler(Protocol):
 def refuse_others_drains(
     found: Mapping[str, NodeRecord], names: Sequence[str], doing: str, *, lifting: bool = False
 ) -> None:
-    """The look before a drain is set, or with `lifting` ended.
+    """The look before a drain is set, or with `lifting` ended. A reason counts while the node is out: from 25.11 on, a node
+    keeps it when it is resumed.
 
     Raises: SchedulerError.
     """
@@ -164,9 +165,9 @@ def refuse_others_drains(
         node = found.get(name)
         if node is None:
             raise SchedulerError(f"{doing}: there is no node {name!r}", hint="the nodes: sinfo -N")
-        if node.is_ours:
+        if node.is_out and node.is_ours:
             continue
-        if node.reason or (node.is_out and not lifting):
+        if node.is_out and (node.reason or not lifting):
             by = f" by {node.reason_by}" if node.reason_by else ""
             said = "".join(c if c.isprintable() else "?" for c in node.reason)[:200]
             raise SchedulerError(

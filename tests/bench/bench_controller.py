@@ -1,10 +1,10 @@
 """What a tick costs the controller, with many jobs and many nodes defined. Prints a Markdown table; asserts nothing.
 
-    python -m tests.bench.bench_controller [--jobs 1000] [--nodes 2000] [--runs 100] [--times 10]
+    python -m tests.bench.bench_controller [--jobs 1000] [--nodes 2000] [--runs 100] [--times 10] [--prefix DIR]
 
-Brings up a cluster of its own (scripts/dev-cluster, as root), defines nodes that are not there, fills the queue with held jobs
-and puts `--runs` of them under supervision. The rivals ask as watchdog scripts and requeue plugins do: one `squeue -j` a run,
-and `squeue --json`.
+Brings up a cluster of its own (scripts/dev-cluster, as root), defines nodes that are not there, fills the queue with held
+jobs and puts `--runs` of them under supervision; `--prefix`: of the Slurm that is installed there. The rivals ask as
+watchdog scripts and requeue plugins do: one `squeue -j` a run, and `squeue --json`.
 """
 
 import argparse
@@ -19,6 +19,8 @@ from krea_runner.clock import SystemClock
 from krea_runner.history.store import History, open_history
 from krea_runner.model import RunConfig
 from krea_runner.proc import run
+from krea_runner.schedulers import open_scheduler
+from krea_runner.schedulers.slurm_api import SlurmApi
 from krea_runner.schedulers.slurm_cli import SlurmCli, my_jobs_argv
 from krea_runner.supervise.tick import Supervisor, tick
 from tests.conftest import dev_cluster, free_ports
@@ -28,13 +30,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("jobs", 1000), ("nodes", 2000), ("runs", 100), ("times", 10)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--prefix", default="")
     options = parser.parse_args()
+    prefix = ["--prefix", options.prefix] if options.prefix else []
+    os.environ["PATH"] = f"{options.prefix}/bin:{options.prefix}/sbin:{os.environ['PATH']}"
     with tempfile.TemporaryDirectory(prefix="krea-bench-") as folder:
         Path(folder).chmod(0o755)
         where = ("--dir", f"{folder}/c")
         more = f"NodeName=m[1-{options.nodes}] NodeAddr=127.0.0.1 CPUs=128 RealMemory=1000000 State=DOWN"
         try:
-            dev_cluster("up", *where, "--nodes", "2", "--port-base", str(free_ports()), "--conf", more)
+            dev_cluster("up", *where, "--nodes", "2", "--port-base", str(free_ports()), "--conf", more, *prefix)
             os.environ["SLURM_CONF"] = f"{folder}/c/slurm.conf"
             measure(Path(folder), options)
         finally:
@@ -44,12 +49,13 @@ def main() -> None:
 def measure(folder: Path, options: argparse.Namespace) -> None:
     history = open_history(folder / "state")
     job_ids = [fill(folder, history, number, supervised=number < options.runs) for number in range(options.jobs)]
-    slurm = SlurmCli()
+    slurm, api = SlurmCli(), open_scheduler("slurm", state_dir=folder)
     supervisor = Supervisor(history, lambda _: slurm, SystemClock(), "root", "bench:1:1")
     rows: dict[str, Callable[[], object]] = {
         f"one tick of {options.runs} runs, all of it": lambda: tick(supervisor),
         "its one question of the controller, read": lambda: slurm.my_jobs([]),
         "the same, squeue alone": lambda: run(my_jobs_argv(everybody=False), timeout_s=60),
+        **({"the same through pyslurm": lambda: api.my_jobs([])} if isinstance(api, SlurmApi) else {}),
         "rival: squeue --json": lambda: run(["squeue", "--json"], timeout_s=60),
         f"rival: squeue -j for each of {options.runs} runs": lambda: [
             run(["squeue", "-h", "-j", job_id, "-o", "%T"], timeout_s=60) for job_id in job_ids[: options.runs]

@@ -362,7 +362,9 @@ def test_a_drain_carries_our_prefix_and_only_such_a_one_is_lifted(bench: Bench) 
         assert node.reason_by
     finally:
         bench.scheduler.undrain([last])
-    assert bench.scheduler.nodes([last])[last].reason == ""
+    lifted = bench.scheduler.nodes([last])[last]
+    assert "DRAIN" not in lifted.raw_state
+    wait_until(lambda: not bench.scheduler.nodes([last])[last].is_out, "the node", lambda: lifted.raw_state)
     with pytest.raises(SchedulerError, match="not drained by krea-runner"):
         bench.scheduler.undrain([last])
     with pytest.raises(SchedulerError, match="there is no node"):

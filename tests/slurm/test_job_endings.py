@@ -128,7 +128,14 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     ]  # fmt: skip
     where = ("--dir", str(folder / "c"))
     words = [word for conf in confs for word in ("--conf", conf)]
-    words += ["--cgroup", "ConstrainRAMSpace=yes", "--cgroup", "ConstrainSwapSpace=yes"]
+    words += [
+        "--cgroup",
+        "CgroupPlugin=cgroup/v1",
+        "--cgroup",
+        "ConstrainRAMSpace=yes",
+        "--cgroup",
+        "ConstrainSwapSpace=yes",
+    ]
     more = ["--accounting"] if request.param else []
     try:
         dev_cluster("up", *where, "--nodes", str(NODES), "--port-base", str(free_ports()), *words, *more)
