@@ -167,4 +167,5 @@ def test_an_operator_drains_and_resumes(desk: Desk, slurm: SlurmCli) -> None:  #
     krea = [*os.sys.executable.split(), "-m", "krea_runner", "nodes"]
     for words, out in ((("drain", "n4", "--reason", "bad"), True), (("resume", "n4"), False)):
         subprocess.run([*krea, *words], env=env, check=True, capture_output=True)
-        assert slurm.nodes(["n4"])["n4"].is_out is out
+        # A node that was just resumed may be IDLE+NOT_RESPONDING until it has answered.
+        until(lambda out=out: slurm.nodes(["n4"])["n4"].is_out is out, f"n4 after {words}")
