@@ -27,14 +27,20 @@ def expand(nodelist: str) -> list[str]:
 
 def fold(names: Iterable[str]) -> str:
     """The shortest form that Slurm gives to these names in this order; neighbours alone are folded."""
-    parts = []
-    for prefix, group in itertools.groupby(names, key=lambda name: name.rstrip("0123456789")):
+    parts: list[str] = []
+    for (prefix, bare), group in itertools.groupby(names, key=_prefix):
         numbers = [name.removeprefix(prefix) for name in group]
-        if len(numbers) == 1 or not all(numbers):
+        if bare or len(numbers) == 1:
             parts += [prefix + number for number in numbers]
         else:
             parts.append(f"{prefix}[{','.join(_ranges(numbers))}]")
     return ",".join(parts)
+
+
+def _prefix(name: str) -> tuple[str, bool]:
+    """What stands before the number, and whether there is none."""
+    prefix = name.rstrip("0123456789")
+    return prefix, prefix == name
 
 
 def _expand_group(group: str, whole: str) -> list[str]:

