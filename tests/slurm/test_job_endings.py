@@ -549,7 +549,7 @@ def test_an_ending_is_told_for_what_it_is(cluster: Cluster, ordinary_user: Any, 
     finally:
         case.cluster.try_to("scancel", "-u", ordinary_user.name)
         case.cluster.try_to("scancel", "-u", "root")
-        until(lambda: not case.cluster.say("squeue", "-h"), "an empty queue", 60)
+        until(lambda: not case.cluster.say("squeue", "-h"), "an empty queue", 120)
 
 
 def settle(case: Case) -> str:
