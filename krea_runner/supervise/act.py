@@ -188,7 +188,8 @@ def _start_was_refused(work: Work, job: JobRecord) -> bool:
     if work.run.config.job_log is not None:  # an adopted job's script says nothing: the next tick takes it for a crash
         return False
     never_began = not RunDir(mirrored(work.run.config, attempt).run_dir).script_events(attempt).exists()
-    return job.restart_count > work.action.restart_count and never_began
+    refused = (job.exit_code, job.signal or 0) == (1, 0)  # not 15:53, an output that cannot be opened
+    return refused and job.restart_count > work.action.restart_count and never_began
 
 
 # ----------------------------------------------------------------------------------------------------------- resubmit

@@ -327,6 +327,13 @@ def test_a_start_that_crashed_by_itself_is_the_next_incident_not_a_refused_start
     assert (replay.asked, work.action.stage) == ([], ActionStage.DONE)
 
 
+def test_a_start_whose_output_could_not_be_opened_is_not_a_refused_one(bench: Bench) -> None:
+    unwritable = dataclasses.replace(REFUSED, exit_code=15, signal=53)
+    work, replay = bench.requeue_of(unwritable, stage=ActionStage.STARTED)
+    bench.carry_out(work)
+    assert (replay.asked, work.action.stage) == ([], ActionStage.DONE)
+
+
 def test_a_stop_before_the_requeue_prevents_it(bench: Bench) -> None:
     work, replay = bench.requeue_of(RUNNING)
     bench.history.stop_run(work.run, reason="enough", by="alice", now=bench.clock.wall())
