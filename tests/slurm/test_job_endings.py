@@ -1,9 +1,9 @@
 """docs/reference/job-endings.md, row by row: each ending is made to happen on a real Slurm, one tick is taken, and what is on
 record is compared with the table."""
 
+import contextlib
 import dataclasses
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -21,7 +21,6 @@ from krea_runner.clock import SystemClock
 from krea_runner.history.store import open_history
 from krea_runner.launch.submit import submit
 from krea_runner.model import CheckpointSpec, Gang, JobRecord, RunConfig, RunState
-from krea_runner.observe.logs import attempt_marker
 from krea_runner.proc import run
 from krea_runner.schedulers.slurm_cli import SlurmCli
 from krea_runner.supervise.tick import Supervisor, tick
@@ -104,12 +103,6 @@ class Cluster:
         return (
             f"SLURMD_NODENAME={node}".encode() in (proc / "environ").read_bytes().split(b"\0") or f"[{node}." in title
         )
-
-    def slurmd_with_children(self, node: str) -> list[int]:
-        pids = [pid for pid in self.processes("slurmd", node=node)]
-        logs = (self.folder / "log" / f"slurmd-{node}.log").read_text()
-        steps = [int(pid) for pid in re.findall(r"slurmstepd\[(\d+)\]", logs)]
-        return pids + steps
 
     def reconfigure(self, **values: str) -> None:
         path = self.folder / "slurm.conf"
@@ -223,7 +216,7 @@ class Case:
                 return outer.cluster.say(*argv, str(script_file)).splitlines()[-1]
 
         taken = submit(config, self._toml(), history=self.history, scheduler=AsTheUser(), user="root", clock=self.clock)
-        self.run_id, self.job_id = taken.run_id, taken.job_id or ""
+        self.run_id, self.job_id, self.first_tag = taken.run_id, taken.job_id or "", taken.tag
 
     def _toml(self) -> Path:
         path = self.folder / "run.toml"
@@ -338,7 +331,7 @@ def _(case: Case) -> None:
     case.running()
     case.expected_node = case.job().batch_node
     for proc in Path("/proc").glob("[0-9]*"):
-        with __import__("contextlib").suppress(OSError):
+        with contextlib.suppress(OSError):
             words = (proc / "cmdline").read_bytes()
             if b"slurm_script" in words and f"job{int(case.job_id):05d}".encode() in words:
                 os.kill(int(proc.name), signal.SIGKILL)
@@ -580,7 +573,8 @@ def check_what_was_done(case: Case, said: str) -> None:
         )
     elif then == "new job":
         assert now.job_id not in {None, case.job_id}, said
-        assert old is None or not old.state.is_live or not case.job().comment.startswith("krea_runner/")
+        # Never two live jobs of one run.
+        assert old is None or old.state.is_ended or old.comment != case.first_tag, said
         assert case.slurm.jobs([now.job_id])[now.job_id].comment == now.tag
     elif then == "left alone for ever":
         assert now.state is RunState.STOPPED
@@ -591,4 +585,3 @@ def check_what_was_done(case: Case, said: str) -> None:
     else:
         assert then == "taken over"
     assert len(case.history.incidents(run_id=case.run_id)) == 1, said
-    assert attempt_marker(case.history.attempts(case.run_id)[0].key)
