@@ -5,9 +5,9 @@ enqueued (it is behind: stalled, crashed or elsewhere), or that ranks asked for 
 all asked for alike and not all finished (network or a GPU). Only the first difference of a group counts: what follows it is
 paired wrongly. A group that waits for ranks which themselves wait in another group is fallout of that other group.
 
-The same answer as torch.distributed.flight_recorder (2.13) where that has one, but for three things that it gets wrong: it
-takes the lowest rank's call for the right one (here the majority's is), it cannot read gloo's dumps (`pg_config` has
-another key than the entries), and it stops when one rank left no dump.
+Written from the source of torch.distributed.flight_recorder (2.13), not compared with it by a test yet. Three things that it
+gets wrong differ on purpose: it takes the lowest rank's call for the right one (here the majority's is), it cannot read
+gloo's dumps (`pg_config` has another key than the entries), and it stops when one rank left no dump.
 """
 
 import os
