@@ -71,7 +71,15 @@ class Lab:
         return next((beat for beat in reading.ranks if beat.rank == rank), None)
 
     def wait_for_step(self, job_id: str, step: int) -> None:
-        wait_until(lambda: (beat := self.rank(job_id, 0)) is not None and beat.step >= step, f"step {step}")
+        try:
+            wait_until(lambda: (beat := self.rank(job_id, 0)) is not None and beat.step >= step, f"step {step}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.what_slurm_says(job_id)}") from None
+
+    def what_slurm_says(self, job_id: str) -> str:
+        logs = sorted((self.folder / "run" / "logs").rglob("*"))
+        tails = [f"{path}:\n{path.read_text(errors='replace')[-2000:]}" for path in logs if path.is_file()]
+        return "\n".join([self.slurm("scontrol", "show", "job", job_id), self.slurm("sinfo", "-N", "-l"), *tails])
 
     def incidents(self) -> list[dict[str, Any]]:
         return json.loads(self.krea("history", "--json").stdout)["incidents"]
