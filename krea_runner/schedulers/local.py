@@ -267,7 +267,7 @@ _USED = frozenset(
 )
 # What means nothing on one machine without limits.
 _IGNORED = frozenset(
-    "account comment constraint contiguous cpus-per-task cpus-per-gpu exclusive export gpus gpus-per-node gpus-per-task "
+    "account comment constraint contiguous cpus-per-task cpus-per-gpu error exclusive export gpus gpus-per-node gpus-per-task "
     "gres hint hold licenses mail-type mail-user mem mem-per-cpu mem-per-gpu nice nodelist ntasks overcommit partition qos "
     "reboot reservation signal spread-job switches tmp wckey threads-per-core kill-on-invalid-dep distribution".split()
 )

@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from krea_runner.schedulers.nodelist import fold
 from krea_runner.schedulers.slurm_parse import (
     ACCOUNTING_OFF,
     JOB_FORMAT,
+    ROW_END,
     SACCT_FIELDS,
     answers,
     parse_sacct,
@@ -103,14 +105,12 @@ class SlurmCli:
         when it is all that was asked for, SchedulerUnavailable."""
         if not job_ids:
             return {}
-        done = self._ask(squeue_argv(job_ids), doing="asking for jobs")
-        found = answers(job_ids, parse_squeue(done.stdout, done.stderr))
+        found = answers(job_ids, self._squeue(squeue_argv(job_ids), doing="asking for jobs"))
         return found | self._forgotten(job_ids, found)
 
     def my_jobs(self, known: Sequence[str]) -> dict[str, JobRecord]:
         everybody = not self.transport.host and os.geteuid() == 0
-        done = self._ask(my_jobs_argv(everybody=everybody), doing="asking for your jobs")
-        records = parse_squeue(done.stdout, done.stderr)
+        records = self._squeue(my_jobs_argv(everybody=everybody), doing="asking for your jobs")
         found = {record.job_id: record for record in records} | answers(known, records)
         return found | self._forgotten(known, found)
 
@@ -205,6 +205,13 @@ class SlurmCli:
         return ask(
             argv, doing=doing, timeout_s=timeout_s, users_environment=users_environment, transport=self.transport
         )
+
+    def _squeue(self, argv: Sequence[str], *, doing: str) -> list[JobRecord]:
+        """Of an answer whose rows end as nobody can know: root asks for everybody's jobs, and in a name or a comment somebody
+        could have written the row of another's job."""
+        mark = secrets.token_hex(8)
+        done = self._ask([*argv[:-1], argv[-1] + mark], doing=doing)
+        return parse_squeue(done.stdout, done.stderr, row_end=ROW_END + mark)
 
     def _with_name(self, record: JobRecord) -> JobRecord:
         """`CANCELLED by alice`, where sacct has `CANCELLED by 1001`."""
