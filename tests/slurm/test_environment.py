@@ -7,7 +7,6 @@ import pwd
 import re
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -99,6 +98,7 @@ class Desk:
     folder: Path
     hostile: dict[str, str] = field(default_factory=dict)
     bare: bool = False
+    clean_conf: Path | None = None
 
     def krea(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         env = {**self.hostile, **self.cluster.env, "KREA_RUNNER_STATE_DIR": str(self.folder / "state")}
@@ -111,10 +111,11 @@ class Desk:
 
     def slurm(self, *argv: str) -> str:
         """In a clean environment."""
-        return self.user.run(list(argv), env=self.cluster.env, cwd=self.folder, timeout=60).stdout.strip()
+        conf = {"SLURM_CONF": str(self.clean_conf)} if self.clean_conf else {}
+        return self.user.run(list(argv), env=self.cluster.env | conf, cwd=self.folder, timeout=60).stdout.strip()
 
     def job(self, job_id: str) -> list[str]:
-        fields = "State:|,RestartCnt:|,Partition:|,NumNodes:|,NumTasks:|,TimeLimit:|,Requeue:|,Name:"
+        fields = "State:|,RestartCnt:|,Partition:|,NumNodes:|,NumTasks:|,Requeue:|,Name:"
         return self.slurm("squeue", "-a", "-h", "-t", "all", "-j", job_id, "-O", fields).split("|")
 
     def leave(self) -> None:
@@ -223,15 +224,17 @@ def test_a_crash_and_its_restart_are_the_same_from_an_empty_environment(desk: De
 
 
 @contextlib.contextmanager
-def defaults_file(user: Any, conf: Path, text: str) -> Iterator[None]:
+def defaults_file(desk: Desk, text: str) -> Iterator[None]:
     """~/.slurm/defaults, which Slurm reads where the cluster has the plugin for it. The home is passwd's, not $HOME's."""
-    home = Path(pwd.getpwuid(user.uid).pw_dir)
+    home, conf = Path(pwd.getpwuid(desk.user.uid).pw_dir), desk.cluster.conf
     if os.geteuid() != 0 or home.exists():
         pytest.skip("needs an account without a home, to give it one")
     before = conf.read_text()
+    desk.clean_conf = conf.with_name("clean.conf")
+    desk.clean_conf.write_text(before)
     try:
         (home / ".slurm").mkdir(parents=True)
-        (home / ".slurm" / "defaults").write_text(textwrap.dedent(text))
+        (home / ".slurm" / "defaults").write_text(text)
         conf.write_text(f"{before}CliFilterPlugins=cli_filter/user_defaults\n")
         yield
     finally:
@@ -240,5 +243,5 @@ def defaults_file(user: Any, conf: Path, text: str) -> Iterator[None]:
 
 
 def test_a_crash_and_its_restart_are_the_same_with_a_file_of_defaults(desk: Desk, clean: dict[str, Any]) -> None:
-    with defaults_file(desk.user, desk.cluster.conf, DEFAULTS):
+    with defaults_file(desk, DEFAULTS):
         assert one_crash(desk) == clean
