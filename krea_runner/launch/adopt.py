@@ -9,7 +9,7 @@ from typing import Any
 
 from krea_runner.clock import Clock
 from krea_runner.config import check_run, slug_of
-from krea_runner.errors import KreaRunnerError, SchedulerError
+from krea_runner.errors import ConfigError, KreaRunnerError, SchedulerError
 from krea_runner.history.store import History
 from krea_runner.model import JobRecord, Run, RunConfig, RunState
 from krea_runner.schedulers.slurm_describe import JobDescription, log_patterns
@@ -91,6 +91,11 @@ def refuse(record: JobRecord, user: str, *, is_root: bool, has_script: bool = Tr
 
 def config_of(job: JobDescription, record: JobRecord, given: Given, user: str) -> RunConfig:
     """Raises: ConfigError where a value of Slurm's or of the person's cannot be used."""
+    if "\ufffd" in job.workdir and given.run_dir is None:
+        raise ConfigError(
+            f"job {job.job_id} runs in {job.workdir!r}, whose name is no UTF-8: no run directory can be made in it",
+            hint="name one, on a file system that all nodes share: --run-dir DIR",
+        )
     name = given.name or (job.name.strip() if job.name.isprintable() else "") or f"job-{job.job_id}"
     run: dict[str, Any] = {"name": name[:100], "command": job.command or "sbatch --wrap", "workdir": job.workdir}
     run["dir"] = str(given.run_dir.absolute() if given.run_dir else Path(job.workdir) / "runs" / slug_of(run["name"]))

@@ -14,12 +14,12 @@ from krea_runner.schedulers.nodelist import NodelistError, expand
 
 NODES_ARGV = ("scontrol", "-a", "show", "node")
 _NOTHING = frozenset({"", "(null)", "N/A", "None"})
-_ROW_END = "\x1e"
+_FIELD_END, _ROW_END = "\x1f", "\x1e"  # a partition may be called `a|b` (22.05.8)
 
 
 def placement_argv(job_id: str) -> list[str]:
     # Not -O, which has no field for excluded nodes (22.05.8). The id twice: a single one that is not known is an error.
-    return ["squeue", "-a", "-r", "-h", "-t", "all", "-j", f"{job_id},{job_id}", "-o", f"%P|%x{_ROW_END}"]
+    return ["squeue", "-a", "-r", "-h", "-t", "all", "-j", f"{job_id},{job_id}", "-o", f"%P{_FIELD_END}%x{_ROW_END}"]
 
 
 def parse_placement(stdout: str) -> Placement:
@@ -30,8 +30,8 @@ def parse_placement(stdout: str) -> Placement:
     row, end, _ = stdout.partition(_ROW_END)
     if not stdout.strip():
         raise JobNotFound("asking for the nodes of a job: Slurm does not know it", hint="your jobs: squeue --me")
-    partitions, bar, excluded = row.partition("|")
-    if not end or not bar:
+    partitions, between, excluded = row.partition(_FIELD_END)
+    if not end or not between:
         raise SchedulerOutputError("reading squeue: not what was asked for", line=stdout)
     return Placement(tuple(partitions.split(",")), tuple(_names("" if excluded in _NOTHING else excluded)))
 

@@ -234,7 +234,12 @@ _REFUSALS: tuple[tuple[str, type[SchedulerError], str], ...] = (
     ),
     (r"Job is pending execution", SchedulerError, "it waits in the queue already: squeue --me"),
     (r"Access/permission denied|Invalid user id", SchedulerError, _OWNER),
-    (r"Invalid partition|No partition specified", SchedulerError, "the partitions: sinfo -s"),
+    (
+        r"No partition specified",
+        SchedulerError,
+        'the cluster has no default one: [slurm] partition = "NAME", of those in: sinfo -s',
+    ),
+    (r"Invalid partition", SchedulerError, "the partitions: sinfo -s"),
     (
         r"Invalid account|Invalid qos|accounting/QOS policy",
         SchedulerError,

@@ -5,12 +5,13 @@ import json
 import os
 import pwd
 import re
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 
 from krea_runner.proc import SCRUBBED_PREFIXES
 from krea_runner.schedulers.nodelist import expand
+from krea_runner.schedulers.slurm_cli import SlurmCli
 from tests.conftest import SlurmCluster, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
@@ -123,9 +125,9 @@ class Desk:
         until(lambda: not self.slurm("squeue", "-a", "-h", "--me"), "an empty queue")
 
 
-def one_crash(desk: Desk) -> dict[str, Any]:
+def one_crash(desk: Desk, more: str = "") -> dict[str, Any]:
     """Submit, crash, supervise, look; and adopt a job of somebody else's script. What came of it, without ids and times."""
-    (desk.folder / "run.toml").write_text(RUN_TOML)
+    (desk.folder / "run.toml").write_text(RUN_TOML + more)
     (desk.folder / "their.sh").write_text(THEIRS)
     began = time.time()
     job_id = desk.said("submit", "run.toml")["job_id"]
@@ -134,7 +136,7 @@ def one_crash(desk: Desk) -> dict[str, Any]:
     crashed = desk.job(job_id)[0]
     desk.krea("supervise", "--once")
     until(lambda: len(list(desk.folder.glob("rank.1.*"))) == 4, "the restarted ranks")
-    theirs = desk.slurm("sbatch", "--parsable", "their.sh")
+    theirs = desk.slurm("sbatch", "--parsable", "-p", "train", "their.sh")
     until((desk.folder / "began").exists, "their job")
     adopted = desk.said("adopt", theirs, "--checkpoint-dir", "")
     tick = desk.krea("supervise", "--once", "--verbose")
@@ -245,3 +247,65 @@ def defaults_file(desk: Desk, text: str) -> Iterator[None]:
 def test_a_crash_and_its_restart_are_the_same_with_a_file_of_defaults(desk: Desk, clean: dict[str, Any]) -> None:
     with defaults_file(desk, DEFAULTS):
         assert one_crash(desk) == clean
+
+
+# ---------------------------------------------------------------------------------------------------------- partitions
+
+
+@pytest.fixture
+def hidden_partition(desk: Desk) -> Iterator[Callable[..., str]]:
+    """The cluster's one partition is neither shown nor the default any more; gives root's scontrol."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, whom the cluster takes for its operator")
+
+    def scontrol(*words: str) -> str:
+        env = {**os.environ, **desk.cluster.env}
+        return subprocess.run(["scontrol", *words], env=env, capture_output=True, text=True, check=True).stdout
+
+    scontrol("update", "partitionname=train", "default=no", "hidden=yes")
+    yield scontrol
+    desk.leave()
+    scontrol("update", "partitionname=train", "default=yes", "hidden=no")
+
+
+def test_a_run_in_a_hidden_partition_beside_another_default_is_like_any_other(
+    desk: Desk, clean: dict[str, Any], hidden_partition: Callable[..., str]
+) -> None:
+    hidden_partition("create", "partitionname=a|b", "nodes=n4", "maxtime=1", "default=yes")
+    try:
+        assert one_crash(desk, '[slurm]\npartition = "train"') == clean
+    finally:
+        hidden_partition("delete", "partitionname=a|b")
+
+
+def test_where_no_partition_is_the_default_the_refusal_says_what_to_write(
+    desk: Desk, hidden_partition: Callable[..., str]
+) -> None:
+    (desk.folder / "run.toml").write_text(RUN_TOML)
+    refused = desk.krea("submit", "run.toml", check=False)
+    assert (refused.returncode, 'partition = "NAME"' in refused.stderr) == (69, True)
+    assert desk.slurm("squeue", "-a", "-h", "--me") == ""
+
+
+# --------------------------------------------------------------------------------------------------------------- times
+
+
+def test_an_hour_that_a_clock_shows_twice_is_read_as_the_one_it_was(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zic = shutil.which("zic", path=f"{os.environ['PATH']}:/usr/sbin")
+    if zic is None:
+        pytest.skip("no zic, which makes time zones")
+    year = datetime.now(UTC).year + 1
+    rules = (
+        f"Zone Back 6:00 - +06 {year} Mar 1 0:00\n 5:00 - +05\n"  # as Almaty did in 2024: no summer time, an hour back
+    )
+    (tmp_path / "rules").write_text(rules)
+    subprocess.run([zic, "-d", str(tmp_path), str(tmp_path / "rules")], check=True)
+    shown_twice = [datetime(year, 2, 28, hour, 30, tzinfo=UTC) for hour in (17, 18)]
+    begins = [["sbatch", "--parsable", "-o", "/dev/null", f"--begin={at:%Y-%m-%dT%H:%M:%S}"] for at in shown_twice]
+    jobs = [desk.slurm("env", "TZ=UTC0", *begin, "--wrap", "true") for begin in begins]
+    for name, value in {**desk.cluster.env, "TZ": f":{tmp_path}/Back"}.items():
+        monkeypatch.setenv(name, value)
+    found = SlurmCli().jobs(jobs)
+    assert [found[job].started_at for job in jobs] == [at.timestamp() for at in shown_twice]
