@@ -9,13 +9,11 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 from krea_runner.errors import SchedulerError
 from krea_runner.observe.heartbeats import read_heartbeats
 from krea_runner.proc import run
-from krea_runner.schedulers.nodelist import NodelistError, expand, fold
+from krea_runner.schedulers.nodelist import expand
 from krea_runner.schedulers.slurm_cli import SlurmCli
 from tests.conftest import until
 from tests.slurm.test_interference import Desk, desk  # noqa: F401
@@ -36,38 +34,6 @@ def scontrol(*words: str) -> str:
     done = run(["scontrol", *words], timeout_s=20)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-# ---------------------------------------------------------------------------------------------------------- node lists
-
-_number = st.integers(0, 120).flatmap(lambda n: st.integers(1, 4).map(lambda width: str(n).zfill(width)))
-_range = st.one_of(_number, st.tuples(_number, st.integers(0, 5)).map(lambda t: f"{t[0]}-{int(t[0]) + t[1]}"))
-_bracket = st.lists(_range, min_size=1, max_size=3).map(lambda parts: f"[{','.join(parts)}]")
-_word = st.text("abr-", min_size=1, max_size=3).filter(lambda word: not word.startswith("-"))
-_group = st.one_of(
-    st.tuples(_word, st.just("")), st.tuples(_word, _number), st.tuples(_word, _bracket),
-    st.tuples(_word, st.tuples(_bracket, _word, _bracket).map("".join)),
-).map("".join)  # fmt: skip
-_lists = st.lists(_group, min_size=1, max_size=4).map(",".join)
-
-
-@settings(max_examples=6, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-@given(st.lists(_lists, min_size=15, max_size=25))
-def test_node_lists_are_read_and_written_as_scontrol_does_it(slurm: SlurmCli, lists: list[str]) -> None:
-    script = 'for list; do scontrol show hostnames "$list"; echo ===; scontrol show hostlist "$list"; echo ===; done'
-    done = run(["sh", "-c", script, "sh", *lists], timeout_s=60)
-    answers = [answer.strip("\n") for answer in done.stdout.split("===\n")][:-1]
-    for number, text in enumerate(lists):
-        names, folded = answers[2 * number].split("\n"), answers[2 * number + 1]
-        assert expand(text) == names, text
-        assert fold(names) == folded, text
-
-
-def test_what_scontrol_refuses_is_refused(slurm: SlurmCli) -> None:
-    for text in ("n[1-2]x", "n[3-1]", "n[a]", "n[]", "n[1,]", "n[1--2]"):
-        assert "Invalid hostlist" in run(["scontrol", "show", "hostnames", text], timeout_s=20).stderr
-        with pytest.raises(NodelistError):
-            expand(text)
 
 
 # -------------------------------------------------------------------------------------------------- states and reasons
