@@ -216,3 +216,31 @@ def missing_workdir(job: Job) -> Iterator[Hit]:
     folder = job.option("chdir") or ""
     if folder.startswith("/") and not re.search(r"[$`%]", folder) and not job.facts.exists(folder):
         yield Hit(job.line_of("chdir"), saw=f"{folder} is not there, seen from this host", fix=f"mkdir -p {folder}")
+
+
+# ------------------------------------------------------------------------------------------------------------- defaults
+
+# What it does to a run (22.05.8). Of the rest of sbatch's options, our scripts set what a run stands on.
+_STAYS = {
+    "array": ("each task of the array is a job: several gangs in one run directory", Severity.ERROR),
+    "test-only": ("nothing is submitted, and sbatch exits 0", Severity.ERROR),
+    "quiet": ("sbatch does not say the job's id", Severity.WARNING),
+    "hold": ("the job waits until somebody types: scontrol release JOBID", Severity.WARNING),
+}
+
+
+def defaults_that_stay(job: Job) -> Iterator[Hit]:
+    """Lines of ~/.slurm/defaults, `[[command:]cluster:]option = value`, as cli_filter/user_defaults reads them."""
+    for number, line in enumerate(job.facts.defaults.splitlines(), 1):
+        key, equals, _ = line.partition("=")
+        *where, name = [word.strip() for word in key.split(":")]
+        command, name_of_cluster = ["*", "*", *where][-2:] if len(where) < 3 else ("", "")
+        ours = command.lower() in {"*", "sbatch"} and name_of_cluster in {"*", job.cluster.config.get("ClusterName")}
+        if equals and not line.lstrip().startswith("#") and ours and name in _STAYS and name not in job.options:
+            saw, severity = _STAYS[name]
+            yield Hit(
+                0,
+                text=f"~/.slurm/defaults:{number}: {line.strip()}",
+                saw=f"line {number}, {name}: {saw}",
+                severity=severity,
+            )

@@ -88,6 +88,9 @@ RULES: tuple[Rule, ...] = (
          near="`sbatch --export=NONE`, `env -u`, `env -i`"),
     Rule("export-none", WARNING, "srun inherits --export=NONE: the ranks get no variable that this script sets.",
          "srun --export=ALL ...", OURS, restart.export_none, near="`unset SLURM_EXPORT_ENV`"),
+    Rule("defaults-stay", ERROR, "sbatch takes this from ~/.slurm/defaults, and nothing that is written here takes it back.",
+         "remove the line from ~/.slurm/defaults", OURS, cluster.defaults_that_stay, needs_cluster=True,
+         near="clusters without cli_filter/user_defaults, which do not read that file; options that this script sets itself"),
     # ----------------------------------------------------------------------------------------------------- times, places
     Rule("limit-below-checkpoint", ERROR, "The time limit comes before the first new checkpoint: each restart repeats it.",
          "a longer --time, or checkpoints more often", "", cluster.limit_below_checkpoint),

@@ -249,6 +249,19 @@ def test_a_crash_and_its_restart_are_the_same_with_a_file_of_defaults(desk: Desk
         assert one_crash(desk) == clean
 
 
+def test_a_default_that_no_script_takes_back_is_not_submitted_with(desk: Desk) -> None:
+    (desk.folder / "run.toml").write_text(RUN_TOML)
+    with defaults_file(desk, "sbatch:*:array=1-3\n"):
+        subprocess.run(["scontrol", "reconfigure"], env={**os.environ, **desk.cluster.env}, check=True)
+        refused = desk.krea("submit", "run.toml", check=False)
+    subprocess.run(["scontrol", "reconfigure"], env={**os.environ, **desk.cluster.env}, check=True)
+    assert (refused.returncode, "~/.slurm/defaults, and" in refused.stderr and "line 1, array" in refused.stderr) == (
+        1,
+        True,
+    )
+    assert desk.slurm("squeue", "-a", "-h", "--me") == ""
+
+
 # ---------------------------------------------------------------------------------------------------------- partitions
 
 
