@@ -15,6 +15,7 @@ from pathlib import Path
 SCRUBBED_PREFIXES = (
     "SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SACCT_", "SCONTROL_", "SINFO_", "SCANCEL_", "PMI_", "PMIX_",
     "KREA_",
+    "_SLURM_SPANK_OPTION_",  # salloc --container-image=... of a SPANK plugin, for the steps of that allocation (spank.8)
 )  # fmt: skip
 # Where the cluster is and how to authenticate; not how to behave.
 KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})

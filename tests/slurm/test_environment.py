@@ -55,7 +55,9 @@ STEPS = {  # what srun reads in the batch script, had it come that far
     "SLURM_RESTART_COUNT": "9", "SLURM_NO_KILL": "1", "SLURM_EXCLUSIVE": "1", "SLURM_THREADS": "64", "SLURM_OPEN_MODE": "t",
     "SRUN_CPUS_PER_TASK": "64", "SRUN_EXPORT_ENV": "NONE", "SRUN_CONTAINER": "/nowhere", "PMI_RANK": "3", "PMI_SIZE": "9",
     "PMIX_RANK": "3", "SALLOC_PARTITION": "nowhere", "SLURMD_NODENAME": "moon", "KREA_ATTEMPT": "1.r9", "KREA_RUN_DIR": "/",
+    "_SLURM_SPANK_OPTION_pyxis_container_image": "/nowhere",
 }  # fmt: skip
+HOSTILE = {**READING, **SUBMITTING, **STEPS}
 # An engineer who travels.
 ELSEWHERE = {"TZ": "Asia/Kolkata", "LC_ALL": "POSIX", "LANG": "tr_TR.ISO-8859-9", "PYTHONIOENCODING": "ascii"}
 # Of 22.05's sbatch: what a file of defaults may say where the cluster has CliFilterPlugins=cli_filter/user_defaults.
@@ -153,7 +155,7 @@ def one_crash(desk: Desk, more: str = "") -> dict[str, Any]:
         "nodes": [len(expand(job["nodelist"])), job["batch_node"] in expand(job["nodelist"])],
         "times": [began - 1 <= at <= time.time() + 1 for at in times],
         "ranks": {name: (env["SLURM_NTASKS"], env["SLURM_NNODES"], "PATH" in env) for name, env in ranks.items()},
-        "leaked": {name for env in ranks.values() for name in env if name.startswith(SCRUBBED_PREFIXES)},
+        "leaked": {name for env in ranks.values() for name in env if "SLURM" in name or name in HOSTILE},
         "tick": (tick.returncode, tick.stdout.count("\n")),
         "adopted": [*(adopted[key] for key in ("run", "nodes", "ranks")), Path(adopted["log"]).name == f"theirs-{theirs}.txt",
                     adopted["workdir"] == str(desk.folder), other["name"], other["state"], other["job"]["state"]],
@@ -208,7 +210,7 @@ def inside_a_step(desk: Desk) -> dict[str, str]:
 
 
 ENVIRONMENTS: dict[str, Callable[[Desk], dict[str, str]]] = {
-    "every variable that Slurm reads": lambda desk: {**READING, **SUBMITTING, **STEPS},
+    "every variable that Slurm reads": lambda desk: HOSTILE,
     "inside a task of an array": inside_a_step,
     "another time zone and language": lambda desk: ELSEWHERE,
 }
