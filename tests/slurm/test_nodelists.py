@@ -51,7 +51,10 @@ def ask(*lists: str) -> list[tuple[list[str] | None, str]]:
     done = run(["sh", "-c", ORACLE, "sh", *lists], timeout_s=60)
     answers = [answer.partition("\x1e") for answer in done.stdout.split("\x1d")[:-1]]
     assert len(answers) == len(lists), done.stderr
-    return [(None if "Invalid hostlist" in names else names.split(), folded.strip()) for names, _, folded in answers]
+    # Of several brackets it says `error: ... Invalid range` and goes on with the others (22.05.8).
+    refused = ["Invalid hostlist" in names or "error:" in names for names, _, _ in answers]
+    read = [(names.split(), folded.strip()) for names, _, folded in answers]
+    return [(None, "") if bad else answer for bad, answer in zip(refused, read, strict=True)]
 
 
 def ours(text: str) -> list[str] | None:
