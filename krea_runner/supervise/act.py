@@ -21,7 +21,7 @@ from krea_runner.history.store import History, Lease, LeaseLost
 from krea_runner.model import Action, ActionKind, ActionStage, Attempt, AttemptKey, JobRecord, JobState, Run, RunState
 from krea_runner.rundir import RunDir
 from krea_runner.schedulers import Scheduler
-from krea_runner.supervise.exclude import start_elsewhere
+from krea_runner.supervise.exclude import start_elsewhere, submit_elsewhere
 from krea_runner.transport.mirror import mirrored
 
 # A start in the same whole second as the kill is refused; this much past the next one was always accepted (102 of 102).
@@ -143,8 +143,10 @@ def _lift_start_time(work: Work, job: JobRecord, history: History, clock: Clock)
         if clock.wall() < work.lift_at:
             return
         _still_ours(work, history)
-        start_elsewhere(work.scheduler, work.run, work.action.job_id, history, clock.wall())
-    _advance(work, history, clock, ActionStage.STARTED, work.action.detail)
+        said = start_elsewhere(work.scheduler, work.run, work.action.job_id, history, clock.wall())
+        _advance(work, history, clock, ActionStage.STARTED, said or work.action.detail)
+    else:
+        _advance(work, history, clock, ActionStage.STARTED, SLOW)
 
 
 def _verify_start(work: Work, job: JobRecord, history: History, clock: Clock) -> None:
@@ -156,17 +158,12 @@ def _verify_start(work: Work, job: JobRecord, history: History, clock: Clock) ->
         waits = job.started_at is not None and job.started_at > clock.wall() + LIFTED_S
         if waits and action.detail != SLOW:
             # The update came while the job was still COMPLETING, and was lost.
-            start_elsewhere(work.scheduler, work.run, action.job_id, history, clock.wall())
+            start_elsewhere(work.scheduler, work.run, action.job_id, history, clock.wall())  # said at the first time
         elif job.reason not in _ABOUT_TO_START or action.detail == SLOW:
-            _advance(work, history, clock, ActionStage.DONE, action.detail or f"queued: {job.reason}")
+            _advance(work, history, clock, ActionStage.DONE, _joined(action.detail, f"queued: {job.reason}"))
     elif job.state is not JobState.COMPLETING:
-        _advance(
-            work,
-            history,
-            clock,
-            ActionStage.DONE,
-            action.detail or f"{job.raw_state} on {job.nodelist or '-'}",
-        )
+        now = f"{job.raw_state} on {job.nodelist or '-'}"
+        _advance(work, history, clock, ActionStage.DONE, _joined(action.detail, now))
 
 
 _Step = Callable[[Work, JobRecord, History, Clock], None]
@@ -251,17 +248,19 @@ def _submit(work: Work, history: History, clock: Clock) -> None:
     _still_ours(work, history)
     work.tag_is_new = False
     try:
-        job_id = work.scheduler.submit(RunDir(work.run.config.run_dir).script, tag=work.run.tag)
+        script = RunDir(work.run.config.run_dir).script
+        job_id, said = submit_elsewhere(work.scheduler, work.run, script, work.action.job_id, history, clock.wall())
     except SchedulerError as error:
         if error.transient:
             raise
         _give_up(work, history, clock, RunState.HELD, f"not submitted again: {error}")
         return
-    _take_new_job(work, history, clock, job_id)
+    _take_new_job(work, history, clock, job_id, said)
 
 
-def _take_new_job(work: Work, history: History, clock: Clock, job_id: str) -> None:
-    _advance(work, history, clock, ActionStage.DONE, f"{work.action.detail} job {job_id}".strip(), job_id=job_id)
+def _take_new_job(work: Work, history: History, clock: Clock, job_id: str, said: str = "") -> None:
+    detail = _joined(work.action.detail, f"job {job_id}", said)
+    _advance(work, history, clock, ActionStage.DONE, detail, job_id=job_id)
 
 
 def is_the_runs_own(job: JobRecord, run: Run, latest: Attempt | None) -> bool:
@@ -303,6 +302,10 @@ _STEPS: dict[ActionKind, Callable[[Work, History, Clock], None]] = {
 
 
 # ------------------------------------------------------------------------------------------------------------- shared
+
+
+def _joined(*parts: str) -> str:
+    return "; ".join(filter(None, parts))
 
 
 def _read(work: Work) -> JobRecord | None:

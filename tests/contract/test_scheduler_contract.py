@@ -351,6 +351,18 @@ def test_a_start_with_exclusions_replaces_them_in_one_call(bench: Bench) -> None
     assert bench.scheduler.placement(job_id).excluded == (one,)
 
 
+def test_a_new_job_with_exclusions_has_them_in_place_of_its_scripts_own(bench: Bench) -> None:
+    own, bad, *_ = bench.scheduler.nodes()
+    bench.submit("sleep 600", nodes=1, tasks=1, more=f"#SBATCH --exclude={own}")
+    job_id = bench.scheduler.submit(bench.folder / "script-0", tag="krea/test", excluded=[own, bad])
+    bench.jobs.append(job_id)
+    assert set(bench.scheduler.placement(job_id).excluded) == {own, bad}
+    assert not {own, bad} & set(expand(bench.wait(job_id, JobState.RUNNING).nodelist))
+    with pytest.raises(SchedulerError) as refused:
+        bench.scheduler.submit(bench.folder / "script-0", tag="krea/test", excluded=["no-such-node"])
+    assert not refused.value.transient
+
+
 def test_a_drain_carries_our_prefix_and_only_such_a_one_is_lifted(bench: Bench) -> None:
     if bench.scheduler.name == "slurm" and os.geteuid() != 0:
         pytest.skip("needs root, whom the cluster takes for its operator")

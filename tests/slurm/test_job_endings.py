@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -197,7 +197,7 @@ class Case:
         class AsTheUser(SlurmCli):
             """As root may: for another user."""
 
-            def submit(self, script_file: Path, *, tag: str) -> str:
+            def submit(self, script_file: Path, *, tag: str, excluded: Sequence[str] = ()) -> str:
                 text = script_file.read_text()
                 if script:
                     head = [line for line in text.splitlines() if line.startswith("#SBATCH")]
@@ -212,6 +212,7 @@ class Case:
                     f"--uid={outer.user.uid}",
                     f"--gid={outer.user.gid}",
                     f"--comment={tag}",
+                    *([f"--exclude={','.join(excluded)}"] if excluded else []),
                 ]
                 return outer.cluster.say(*argv, str(script_file)).splitlines()[-1]
 

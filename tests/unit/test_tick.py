@@ -58,7 +58,7 @@ class Says:
     def nodes(self, names: Sequence[str] | None = None) -> dict[str, NodeRecord]:
         return {node.name: node for node in self.node_records}
 
-    def submit(self, script: Path, *, tag: str) -> str:
+    def submit(self, script: Path, *, tag: str, excluded: Sequence[str] = ()) -> str:
         self.asked.append(f"submit {tag}")
         self.record = dataclasses.replace(RUNNING, job_id="8", comment=tag)
         return "8"
