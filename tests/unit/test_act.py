@@ -114,8 +114,8 @@ class Bench:
     ) -> tuple[Work, Replay]:
         """An action that is on record up to `stage`, and a scheduler that will say `records`."""
         run = self.history.run(self.run_id)
-        lease = self.history.take_lease(self.run_id, "host:1:1", now=self.clock.wall(), until=self.clock.wall() + 100)
-        assert lease is not None
+        now = self.clock.wall()
+        lease = self.history.take_leases([self.run_id], "host:1:1", now=now, until=now + 100)[self.run_id]
         attempt = self.history.add_attempt(self.run_id, AttemptKey("7"), now=self.clock.wall())
         self.history.record_incident(
             lease, attempt, Finding(Symptom.CRASH, "rank_killed", "crash"), Decision(DecisionKind.REQUEUE, "why"),
@@ -243,7 +243,7 @@ def test_an_id_that_is_another_jobs_by_now_is_not_cancelled(bench: Bench) -> Non
     other = dataclasses.replace(RUNNING, comment="another's", submitted_at=T0 + 50)
     work, replay = bench.requeue_of(other, kind=ActionKind.RESUBMIT)
     attempt = bench.history.latest_attempt(bench.run_id)
-    bench.history.save_observation(dataclasses.replace(attempt, submitted_at=T0), None)
+    bench.history.save_observations((dataclasses.replace(attempt, submitted_at=T0), None))
     bench.script()
     bench.carry_out(work)
     assert replay.asked == ["submit"]

@@ -256,7 +256,7 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(desk: Desk) -> None:
 
 
 def test_a_run_under_another_living_supervisors_lease_is_left_to_it(desk: Desk) -> None:
-    desk.history.take_lease(desk.run_id, "login2:5:5", now=desk.clock.wall(), until=desk.clock.wall() + 100)
+    desk.history.take_leases([desk.run_id], "login2:5:5", now=desk.clock.wall(), until=desk.clock.wall() + 100)
     report = desk.tick(ended(JobState.FAILED, exit_code=1))
     assert "left to login2" in report.lines[0].text
     assert (desk.says.asked, desk.history.incidents()) == ([], [])
