@@ -145,6 +145,15 @@ def dev_cluster(*words: str, check: bool = True) -> subprocess.CompletedProcess[
 
 
 _claims: list[socket.socket] = []
+_single: list[int] = []
+
+
+def free_port() -> int:
+    """One port, in a range of this process's own."""
+    if not _single:
+        base = free_ports()
+        _single.extend(range(base, base + 99))
+    return next(port for port in iter(_single.pop, None) if _is_free(port))
 
 
 def free_ports(count: int = 120) -> int:

@@ -22,7 +22,7 @@ from krea_runner.schedulers.slurm_api import SlurmApi
 from krea_runner.schedulers.slurm_cli import SlurmCli
 from krea_runner.transport import HERE
 from krea_runner.transport.ssh import Ssh
-from tests.conftest import free_ports
+from tests.conftest import free_port
 from tests.ssh_server import SSHD, Sshd, write_home
 
 pytestmark = pytest.mark.timeout(120)
@@ -115,7 +115,7 @@ def login_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Sshd:
     pytest.importorskip("paramiko", reason="paramiko is not installed: pip install 'krea-runner[ssh]'")
     if not Path(SSHD).exists():
         pytest.skip("sshd is not installed: apt-get install openssh-server")
-    sshd = Sshd(folder / "sshd", free_ports(), {name: os.environ[name] for name in ("PATH", "SLURM_CONF")})
+    sshd = Sshd(folder / "sshd", free_port(), {name: os.environ[name] for name in ("PATH", "SLURM_CONF")})
     write_home(folder / "home", sshd)
     monkeypatch.setenv("HOME", str(folder / "home"))
     sshd.start()
