@@ -106,9 +106,9 @@ class Scheduler(Protocol):
         """All the caller's jobs that the scheduler knows, ended ones included, and those of `known` that only its
         accounting remembers: what one tick asks, once, whatever the number of runs."""
 
-    def starts(self, job_id: str) -> list[JobRecord]:
-        """Accounting's record of each start of a job, oldest first, `raw_state` with who cancelled it; empty where the
-        cluster keeps none. Not to be asked of in a tick in which nothing has ended."""
+    def starts(self, job_ids: Sequence[str]) -> dict[str, list[JobRecord]]:
+        """Accounting's record of each start of these jobs, oldest first, `raw_state` with who cancelled it; empty where the
+        cluster keeps none. One call however many; not to be asked of in a tick in which nothing has ended."""
 
     def submit(self, script: Path, *, tag: str, excluded: Sequence[str] = ()) -> str:
         """Queue a batch script whose `#SBATCH` lines hold all options; returns the job id. `excluded`, where there are any,

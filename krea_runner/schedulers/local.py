@@ -57,8 +57,8 @@ class LocalScheduler:
     def find_by_tag(self, tag: str) -> list[JobRecord]:
         return [job for job in reversed(self.my_jobs([]).values()) if job.comment == tag]
 
-    def starts(self, job_id: str) -> list[JobRecord]:
-        return []
+    def starts(self, job_ids: Sequence[str]) -> dict[str, list[JobRecord]]:
+        return {}
 
     def _record(self, job_id: str) -> JobRecord:
         home = self._home(job_id)

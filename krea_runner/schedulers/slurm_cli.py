@@ -119,8 +119,9 @@ class SlurmCli:
         tagged = [job for job in self.my_jobs([]).values() if job.comment == tag]
         return sorted(tagged, key=lambda job: job.submitted_at or 0.0, reverse=True)
 
-    def starts(self, job_id: str) -> list[JobRecord]:
-        return [self._with_name(start) for start in self._accounting([job_id]).get(job_id, [])]
+    def starts(self, job_ids: Sequence[str]) -> dict[str, list[JobRecord]]:
+        found = self._accounting(job_ids) if job_ids else {}
+        return {job_id: [self._with_name(start) for start in starts] for job_id, starts in found.items()}
 
     def submit(self, script: Path, *, tag: str, excluded: Sequence[str] = ()) -> str:
         doing = f"submitting {script}"

@@ -10,8 +10,8 @@ submission whose answer was lost is looked for, and repeated only when the sched
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from krea_runner.clock import Clock
@@ -28,7 +28,9 @@ from krea_runner.transport.mirror import mirrored
 SECOND_MARGIN_S = 0.15
 # StartTime further ahead than this was set by the requeue itself and not lifted yet.
 LIFTED_S = 5.0
-POLL_S = 0.1
+# Between two looks: a tenth of the time that has passed, within these. A job that is slow to end is asked for less often.
+POLL_S, SLOWEST_POLL_S = 0.1, 1.0
+FRESH_S = 0.5
 # SubmitTime is in whole seconds.
 SAME_SUBMIT_S = 2.0
 # What Slurm still says of a job whose start time was just lifted; any other reason (Resources, Priority, ...) means that
@@ -54,6 +56,25 @@ class Work:
     cancel_sent: bool = False
     parked: bool = False
     """Nothing more can be done about it in this tick."""
+    round: "Round | None" = None
+
+
+@dataclass(slots=True)
+class Round:
+    """One look at the jobs of all actions at once, however many there are: a hundred runs that crash together cost the
+    controller what one does. Asked again when it is older than FRESH_S: a person may have cancelled meanwhile."""
+
+    clock: Clock
+    open_work: Sequence[Work]
+    seen: dict[int, tuple[float, dict[str, JobRecord]]] = field(default_factory=dict)
+
+    def job(self, work: Work) -> JobRecord | None:
+        at, jobs = self.seen.get(id(work.scheduler), (-math.inf, {}))
+        if self.clock.mono() - at > FRESH_S:
+            ids = [item.action.job_id for item in self.open_work if item.scheduler is work.scheduler]
+            at, jobs = self.clock.mono(), work.scheduler.jobs(list(dict.fromkeys(ids)))
+            self.seen[id(work.scheduler)] = at, jobs
+        return jobs.get(work.action.job_id)
 
 
 def carry_out(work: list[Work], history: History, clock: Clock, *, deadline: float) -> None:
@@ -62,14 +83,17 @@ def carry_out(work: list[Work], history: History, clock: Clock, *, deadline: flo
 
     Raises: SchedulerUnavailable (the action stays open), LeaseLost, HistoryError.
     """
-    while True:
-        for item in work:
-            if item.action.stage.is_open and not item.parked:
-                _STEPS[item.action.kind](item, history, clock)
-        if not any(item.action.stage.is_open and not item.parked for item in work) or clock.mono() >= deadline:
+    begun = clock.mono()
+    while left := [item for item in work if item.action.stage.is_open and not item.parked]:
+        now = Round(clock, left)
+        for item in left:
+            item.round = now
+            _STEPS[item.action.kind](item, history, clock)
+        if clock.mono() >= deadline:
             return
-        due = (item.lift_at - clock.wall() for item in work if item.lift_at is not None)
-        clock.sleep(min([POLL_S, *(wait for wait in due if wait > 0)]))
+        due = (item.lift_at - clock.wall() for item in left if item.lift_at is not None)
+        pause = min(SLOWEST_POLL_S, max(POLL_S, (clock.mono() - begun) / 10))
+        clock.sleep(min([pause, *(wait for wait in due if wait > 0)]))
 
 
 # ------------------------------------------------------------------------------------------------------------ requeue
@@ -309,7 +333,8 @@ def _joined(*parts: str) -> str:
 
 
 def _read(work: Work) -> JobRecord | None:
-    return work.scheduler.jobs([work.action.job_id]).get(work.action.job_id)
+    assert work.round is not None
+    return work.round.job(work)
 
 
 def _still_ours(work: Work, history: History) -> None:

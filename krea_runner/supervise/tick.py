@@ -84,9 +84,10 @@ class Supervisor:
     user: str
     holder: str
     dry_run: bool = False
-    accounting_is_away: bool = False
+    job_ids: list[str] = field(default_factory=list)
+    starts: dict[str, list[JobRecord]] | None = None
     nodes: dict[str, NodeRecord] | None = None
-    """Both in the present tick, of one scheduler."""
+    """These three in the present tick, of one scheduler: what one question after another would ask is asked at once."""
     memory: dict[int, Watch] = field(default_factory=dict)
 
 
@@ -114,7 +115,7 @@ def _tick(supervisor: Supervisor, history: History, clock: Clock) -> TickReport:
 def _tick_group(supervisor: Supervisor, endpoint: str, runs: list[Run], report: TickReport) -> None:
     """All runs of one scheduler: leases first, so that what is then asked cannot be outdated by another supervisor."""
     history, clock = supervisor.history, supervisor.clock
-    supervisor.accounting_is_away, supervisor.nodes = False, None
+    supervisor.starts, supervisor.nodes = None, None
     leases: dict[int, Lease] = {}
     work: list[Work] = []
     try:
@@ -126,7 +127,8 @@ def _tick_group(supervisor: Supervisor, endpoint: str, runs: list[Run], report: 
         ours = history.runs(leases)  # as they are under the lease
         under_way = history.open_actions(leases)
         scheduler = supervisor.open_scheduler(endpoint)
-        jobs = scheduler.my_jobs([run.job_id for run in ours if run.job_id is not None])
+        supervisor.job_ids = [run.job_id for run in ours if run.job_id is not None]
+        jobs = scheduler.my_jobs(supervisor.job_ids)
         for run in ours:
             try:
                 if run.run_id in under_way:
@@ -434,14 +436,13 @@ def _diagnose(supervisor: Supervisor, scheduler: Scheduler, snapshot: Snapshot) 
 
 def _accounted(supervisor: Supervisor, scheduler: Scheduler, key: AttemptKey) -> JobRecord | None:
     """Accounting's row of an attempt that has ended. It is a witness, not a condition: without its answer the rest is judged
-    alone, and it is not asked again in this tick."""
-    if supervisor.accounting_is_away:
-        return None
-    try:
-        starts = scheduler.starts(key.job_id)
-    except SchedulerError:
-        supervisor.accounting_is_away = True
-        return None
+    alone. It is asked once a tick, for all jobs."""
+    if supervisor.starts is None:
+        try:
+            supervisor.starts = scheduler.starts(supervisor.job_ids)
+        except SchedulerError:
+            supervisor.starts = {}
+    starts = supervisor.starts.get(key.job_id, [])
     return next((start for start in starts if start.restart_count == key.restart_count), None)
 
 

@@ -52,8 +52,8 @@ class Says:
     def find_by_tag(self, tag: str) -> list[JobRecord]:
         return [job for job in self.my_jobs([]).values() if job.comment == tag]
 
-    def starts(self, job_id: str) -> list[JobRecord]:
-        return self.accounting
+    def starts(self, job_ids: Sequence[str]) -> dict[str, list[JobRecord]]:
+        return dict.fromkeys(job_ids, self.accounting)
 
     def nodes(self, names: Sequence[str] | None = None) -> dict[str, NodeRecord]:
         return {node.name: node for node in self.node_records}
