@@ -4,7 +4,8 @@ A quiet tick, `status` and `history` all come through here; nothing else speaks 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,10 @@ class History:
         """For the modules beside this one: exclusions.py."""
         return self._db
 
+    def kept_open(self) -> AbstractContextManager[None]:
+        """The file stays open during the block; each call is still a transaction of its own."""
+        return self._db.kept_open()
+
     # -------------------------------------------------------------------------------------------------------- runs
 
     def create_run(self, config: RunConfig, *, user: str, tag: str, now: float) -> Run:
@@ -100,6 +105,12 @@ class History:
         with self._db.read() as connection:
             row = connection.execute(sa.select(runs).where(runs.c.run_id == run_id)).one()
         return run_of(row)
+
+    def runs(self, run_ids: Iterable[int]) -> list[Run]:
+        """Oldest first."""
+        query = sa.select(runs).where(runs.c.run_id.in_(list(run_ids))).order_by(runs.c.run_id)
+        with self._db.read() as connection:
+            return [run_of(row) for row in connection.execute(query)]
 
     def find_run(self, reference: str, *, user: str | None = None) -> Run:
         """The newest run of that name or slug, one that is not over before one that is; `#7` or `7` is a run id when no
@@ -150,22 +161,23 @@ class History:
 
     # ------------------------------------------------------------------------------------------------------- lease
 
-    def take_lease(
-        self, run_id: int, holder: str, *, now: float, until: float, dead: str | None = None
-    ) -> Lease | None:
-        """None while somebody else holds it, unless that is `dead`. A holder's own lease is renewed, under a new
+    def take_leases(
+        self, run_ids: Iterable[int], holder: str, *, now: float, until: float, dead: str | None = None
+    ) -> dict[int, Lease]:
+        """By run, those that nobody else holds, unless that is `dead`. A holder's own lease is renewed, under a new
         generation."""
         takers = [holder] if dead is None else [holder, dead]
         free = sa.or_(runs.c.lease_holder.is_(None), runs.c.lease_holder.in_(takers), runs.c.lease_until <= now)
+        these = runs.c.run_id.in_(list(run_ids))
+        take = sa.update(runs).values(
+            lease_holder=holder, lease_until=until, lease_generation=runs.c.lease_generation + 1
+        )
+        # Not RETURNING, which SQLite has since 3.35: RHEL 8 has 3.26.
+        taken = sa.select(runs.c.run_id, runs.c.lease_generation).where(these, runs.c.lease_holder == holder)
         with self._db.write() as connection:
-            taken = connection.execute(
-                sa.update(runs)
-                .where(runs.c.run_id == run_id, free)
-                .values(lease_holder=holder, lease_until=until, lease_generation=runs.c.lease_generation + 1)
-            ).rowcount
-            if not taken:
-                return None
-            return Lease(run_id, holder, _generation(connection, run_id))
+            connection.execute(take.where(these, free))
+            rows = connection.execute(taken.order_by(runs.c.run_id)).all()
+        return {run_id: Lease(run_id, holder, generation) for run_id, generation in rows}
 
     def lease_holder(self, run_id: int) -> str | None:
         with self._db.read() as connection:
@@ -179,13 +191,14 @@ class History:
         with self._db.read() as connection:
             return _generation(connection, lease.run_id) == lease.generation
 
-    def drop_lease(self, lease: Lease) -> None:
+    def drop_leases(self, leases: Iterable[Lease]) -> None:
         with self._db.write() as connection:
-            connection.execute(
-                sa.update(runs)
-                .where(runs.c.run_id == lease.run_id, runs.c.lease_generation == lease.generation)
-                .values(lease_holder=None, lease_until=None)
-            )
+            for lease in leases:
+                connection.execute(
+                    sa.update(runs)
+                    .where(runs.c.run_id == lease.run_id, runs.c.lease_generation == lease.generation)
+                    .values(lease_holder=None, lease_until=None)
+                )
 
     # ---------------------------------------------------------------------------------------------------- attempts
 
@@ -215,20 +228,21 @@ class History:
                 row = connection.execute(sa.select(attempts).where(*same)).one()
         return attempt_of(row)
 
-    def save_observation(self, attempt: Attempt, watch: Watch | None) -> None:
-        """What this tick learned of an attempt, in one row."""
+    def save_observations(self, *observations: tuple[Attempt, Watch | None]) -> None:
+        """What this tick learned of attempts, a row each."""
         with self._db.write() as connection:
-            connection.execute(
-                sa.update(attempts)
-                .where(attempts.c.attempt_id == attempt.attempt_id)
-                .values(
-                    submitted_at=attempt.submitted_at, started_at=attempt.started_at, ended_at=attempt.ended_at,
-                    end_state=attempt.end_state, exit_code=attempt.exit_code, signal=attempt.signal,
-                    end_node=attempt.end_node, ended_by=attempt.ended_by, nodelist=attempt.nodelist,
-                    first_step=attempt.first_step, last_step=attempt.last_step,
-                    watch=None if watch is None else json.dumps(asdict(watch), separators=(",", ":")),
-                )
-            )  # fmt: skip
+            for attempt, watch in observations:
+                connection.execute(
+                    sa.update(attempts)
+                    .where(attempts.c.attempt_id == attempt.attempt_id)
+                    .values(
+                        submitted_at=attempt.submitted_at, started_at=attempt.started_at, ended_at=attempt.ended_at,
+                        end_state=attempt.end_state, exit_code=attempt.exit_code, signal=attempt.signal,
+                        end_node=attempt.end_node, ended_by=attempt.ended_by, nodelist=attempt.nodelist,
+                        first_step=attempt.first_step, last_step=attempt.last_step,
+                        watch=None if watch is None else json.dumps(asdict(watch), separators=(",", ":")),
+                    )
+                )  # fmt: skip
 
     def watch(self, attempt_id: int) -> Watch | None:
         with self._db.read() as connection:
@@ -318,12 +332,15 @@ class History:
     # ----------------------------------------------------------------------------------------------------- actions
 
     def open_action(self, run_id: int) -> Action | None:
+        return self.open_actions([run_id]).get(run_id)
+
+    def open_actions(self, run_ids: Iterable[int]) -> dict[int, Action]:
+        """By run; a run has one at most."""
         query = sa.select(actions).where(
-            actions.c.run_id == run_id, actions.c.stage.not_in([ActionStage.DONE, ActionStage.FAILED])
+            actions.c.run_id.in_(list(run_ids)), actions.c.stage.not_in([ActionStage.DONE, ActionStage.FAILED])
         )
         with self._db.read() as connection:
-            row = connection.execute(query).one_or_none()
-        return None if row is None else action_of(row)
+            return {row.run_id: action_of(row) for row in connection.execute(query)}
 
     def runs_with_open_actions(self, *, user: str) -> list[Run]:
         query = (

@@ -56,8 +56,9 @@ def sacct_argv(job_ids: Sequence[str]) -> list[str]:
     return ["sacct", "-D", "-X", "-P", "-n", "-S", "1970-01-02", "-j", asked, f"--format={fields}"]
 
 
-def sbatch_argv(script: Path, tag: str) -> list[str]:
-    return ["sbatch", "--parsable", f"--comment={tag}", str(script)]
+def sbatch_argv(script: Path, tag: str, excluded: Sequence[str] = ()) -> list[str]:
+    nodes = [f"--exclude={fold(excluded)}"] if excluded else []
+    return ["sbatch", "--parsable", f"--comment={tag}", *nodes, str(script)]
 
 
 def requeue_argv(job_id: str) -> list[str]:
@@ -118,10 +119,11 @@ class SlurmCli:
         tagged = [job for job in self.my_jobs([]).values() if job.comment == tag]
         return sorted(tagged, key=lambda job: job.submitted_at or 0.0, reverse=True)
 
-    def starts(self, job_id: str) -> list[JobRecord]:
-        return [self._with_name(start) for start in self._accounting([job_id]).get(job_id, [])]
+    def starts(self, job_ids: Sequence[str]) -> dict[str, list[JobRecord]]:
+        found = self._accounting(job_ids) if job_ids else {}
+        return {job_id: [self._with_name(start) for start in starts] for job_id, starts in found.items()}
 
-    def submit(self, script: Path, *, tag: str) -> str:
+    def submit(self, script: Path, *, tag: str, excluded: Sequence[str] = ()) -> str:
         doing = f"submitting {script}"
         # The failures to ask that are a definite no: nothing was sent.
         try:
@@ -130,7 +132,7 @@ class SlurmCli:
             raise SchedulerError(f"{doing}: {error}", hint=error.hint) from error
         if not found:
             raise SchedulerError(f"{doing}: sbatch is not on PATH", hint=_NOT_ON_PATH)
-        argv = sbatch_argv(script, tag)
+        argv = sbatch_argv(script, tag, excluded)
         try:
             done = self._ask(argv, doing=doing, timeout_s=SUBMIT_TIMEOUT_S, users_environment=True)
         except SchedulerError as error:

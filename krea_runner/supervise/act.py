@@ -10,8 +10,8 @@ submission whose answer was lost is looked for, and repeated only when the sched
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from krea_runner.clock import Clock
@@ -21,14 +21,16 @@ from krea_runner.history.store import History, Lease, LeaseLost
 from krea_runner.model import Action, ActionKind, ActionStage, Attempt, AttemptKey, JobRecord, JobState, Run, RunState
 from krea_runner.rundir import RunDir
 from krea_runner.schedulers import Scheduler
-from krea_runner.supervise.exclude import start_elsewhere
+from krea_runner.supervise.exclude import start_elsewhere, submit_elsewhere
 from krea_runner.transport.mirror import mirrored
 
 # A start in the same whole second as the kill is refused; this much past the next one was always accepted (102 of 102).
 SECOND_MARGIN_S = 0.15
 # StartTime further ahead than this was set by the requeue itself and not lifted yet.
 LIFTED_S = 5.0
-POLL_S = 0.1
+# Between two looks: a tenth of the time that has passed, within these. A job that is slow to end is asked for less often.
+POLL_S, SLOWEST_POLL_S = 0.1, 1.0
+FRESH_S = 0.5
 # SubmitTime is in whole seconds.
 SAME_SUBMIT_S = 2.0
 # What Slurm still says of a job whose start time was just lifted; any other reason (Resources, Priority, ...) means that
@@ -54,6 +56,25 @@ class Work:
     cancel_sent: bool = False
     parked: bool = False
     """Nothing more can be done about it in this tick."""
+    round: "Round | None" = None
+
+
+@dataclass(slots=True)
+class Round:
+    """One look at the jobs of all actions at once, however many there are: a hundred runs that crash together cost the
+    controller what one does. Asked again when it is older than FRESH_S: a person may have cancelled meanwhile."""
+
+    clock: Clock
+    open_work: Sequence[Work]
+    seen: dict[int, tuple[float, dict[str, JobRecord]]] = field(default_factory=dict)
+
+    def job(self, work: Work) -> JobRecord | None:
+        at, jobs = self.seen.get(id(work.scheduler), (-math.inf, {}))
+        if self.clock.mono() - at > FRESH_S:
+            ids = [item.action.job_id for item in self.open_work if item.scheduler is work.scheduler]
+            at, jobs = self.clock.mono(), work.scheduler.jobs(list(dict.fromkeys(ids)))
+            self.seen[id(work.scheduler)] = at, jobs
+        return jobs.get(work.action.job_id)
 
 
 def carry_out(work: list[Work], history: History, clock: Clock, *, deadline: float) -> None:
@@ -62,14 +83,17 @@ def carry_out(work: list[Work], history: History, clock: Clock, *, deadline: flo
 
     Raises: SchedulerUnavailable (the action stays open), LeaseLost, HistoryError.
     """
-    while True:
-        for item in work:
-            if item.action.stage.is_open and not item.parked:
-                _STEPS[item.action.kind](item, history, clock)
-        if not any(item.action.stage.is_open and not item.parked for item in work) or clock.mono() >= deadline:
+    begun = clock.mono()
+    while left := [item for item in work if item.action.stage.is_open and not item.parked]:
+        now = Round(clock, left)
+        for item in left:
+            item.round = now
+            _STEPS[item.action.kind](item, history, clock)
+        if clock.mono() >= deadline:
             return
-        due = (item.lift_at - clock.wall() for item in work if item.lift_at is not None)
-        clock.sleep(min([POLL_S, *(wait for wait in due if wait > 0)]))
+        due = (item.lift_at - clock.wall() for item in left if item.lift_at is not None)
+        pause = min(SLOWEST_POLL_S, max(POLL_S, (clock.mono() - begun) / 10))
+        clock.sleep(min([pause, *(wait for wait in due if wait > 0)]))
 
 
 # ------------------------------------------------------------------------------------------------------------ requeue
@@ -143,8 +167,10 @@ def _lift_start_time(work: Work, job: JobRecord, history: History, clock: Clock)
         if clock.wall() < work.lift_at:
             return
         _still_ours(work, history)
-        start_elsewhere(work.scheduler, work.run, work.action.job_id, history, clock.wall())
-    _advance(work, history, clock, ActionStage.STARTED, work.action.detail)
+        said = start_elsewhere(work.scheduler, work.run, work.action.job_id, history, clock.wall())
+        _advance(work, history, clock, ActionStage.STARTED, said or work.action.detail)
+    else:
+        _advance(work, history, clock, ActionStage.STARTED, SLOW)
 
 
 def _verify_start(work: Work, job: JobRecord, history: History, clock: Clock) -> None:
@@ -156,17 +182,12 @@ def _verify_start(work: Work, job: JobRecord, history: History, clock: Clock) ->
         waits = job.started_at is not None and job.started_at > clock.wall() + LIFTED_S
         if waits and action.detail != SLOW:
             # The update came while the job was still COMPLETING, and was lost.
-            start_elsewhere(work.scheduler, work.run, action.job_id, history, clock.wall())
+            start_elsewhere(work.scheduler, work.run, action.job_id, history, clock.wall())  # said at the first time
         elif job.reason not in _ABOUT_TO_START or action.detail == SLOW:
-            _advance(work, history, clock, ActionStage.DONE, action.detail or f"queued: {job.reason}")
+            _advance(work, history, clock, ActionStage.DONE, _joined(action.detail, f"queued: {job.reason}"))
     elif job.state is not JobState.COMPLETING:
-        _advance(
-            work,
-            history,
-            clock,
-            ActionStage.DONE,
-            action.detail or f"{job.raw_state} on {job.nodelist or '-'}",
-        )
+        now = f"{job.raw_state} on {job.nodelist or '-'}"
+        _advance(work, history, clock, ActionStage.DONE, _joined(action.detail, now))
 
 
 _Step = Callable[[Work, JobRecord, History, Clock], None]
@@ -251,17 +272,19 @@ def _submit(work: Work, history: History, clock: Clock) -> None:
     _still_ours(work, history)
     work.tag_is_new = False
     try:
-        job_id = work.scheduler.submit(RunDir(work.run.config.run_dir).script, tag=work.run.tag)
+        script = RunDir(work.run.config.run_dir).script
+        job_id, said = submit_elsewhere(work.scheduler, work.run, script, work.action.job_id, history, clock.wall())
     except SchedulerError as error:
         if error.transient:
             raise
         _give_up(work, history, clock, RunState.HELD, f"not submitted again: {error}")
         return
-    _take_new_job(work, history, clock, job_id)
+    _take_new_job(work, history, clock, job_id, said)
 
 
-def _take_new_job(work: Work, history: History, clock: Clock, job_id: str) -> None:
-    _advance(work, history, clock, ActionStage.DONE, f"{work.action.detail} job {job_id}".strip(), job_id=job_id)
+def _take_new_job(work: Work, history: History, clock: Clock, job_id: str, said: str = "") -> None:
+    detail = _joined(work.action.detail, f"job {job_id}", said)
+    _advance(work, history, clock, ActionStage.DONE, detail, job_id=job_id)
 
 
 def is_the_runs_own(job: JobRecord, run: Run, latest: Attempt | None) -> bool:
@@ -305,8 +328,13 @@ _STEPS: dict[ActionKind, Callable[[Work, History, Clock], None]] = {
 # ------------------------------------------------------------------------------------------------------------- shared
 
 
+def _joined(*parts: str) -> str:
+    return "; ".join(filter(None, parts))
+
+
 def _read(work: Work) -> JobRecord | None:
-    return work.scheduler.jobs([work.action.job_id]).get(work.action.job_id)
+    assert work.round is not None  # noqa: S101 - carry_out sets it
+    return work.round.job(work)
 
 
 def _still_ours(work: Work, history: History) -> None:

@@ -1,7 +1,7 @@
 """One pass of the supervisor over all runs of a user: observe → diagnose → decide → act, and one sentence a run."""
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from krea_runner.clock import Clock
@@ -29,7 +29,7 @@ from krea_runner.schedulers.nodelist import NodelistError, expand
 from krea_runner.supervise.act import Work, carry_out, is_the_runs_own
 from krea_runner.supervise.attempts import action_for, closed, last_sign_mono, note_recovery, queue_line, updated
 from krea_runner.supervise.evidence import keep_evidence
-from krea_runner.supervise.lease import take_lease
+from krea_runner.supervise.lease import take_leases
 
 # How long one tick may spend on carrying out actions; the rest is the next tick's.
 ACT_S = 20.0
@@ -60,7 +60,8 @@ class RunLine:
 class TickReport:
     lines: list[RunLine] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
-    """Of the runs in which this tick found nothing wrong; the loop goes on watching these."""
+    """Of the runs in which this tick found nothing wrong; the loop goes on watching these. Their attempts are put on record
+    together, when all have been looked at."""
     error: HistoryUnavailable | None = None
     """Set when the history could not be used: nothing was looked at, nothing was done."""
 
@@ -83,16 +84,21 @@ class Supervisor:
     user: str
     holder: str
     dry_run: bool = False
-    accounting_is_away: bool = False
+    job_ids: list[str] = field(default_factory=list)
+    starts: dict[str, list[JobRecord]] | None = None
     nodes: dict[str, NodeRecord] | None = None
-    """Both in the present tick, of one scheduler."""
+    """These three in the present tick, of one scheduler: what one question after another would ask is asked at once."""
     memory: dict[int, Watch] = field(default_factory=dict)
 
 
 def tick(supervisor: Supervisor) -> TickReport:
     """Raises: HistoryError (nothing can be remembered, so nothing is done). A scheduler that cannot be asked is in the
     report, not raised."""
-    history, clock = supervisor.history, supervisor.clock
+    with supervisor.history.kept_open():
+        return _tick(supervisor, supervisor.history, supervisor.clock)
+
+
+def _tick(supervisor: Supervisor, history: History, clock: Clock) -> TickReport:
     report = TickReport()
     runs = {
         run.run_id: run
@@ -109,29 +115,35 @@ def tick(supervisor: Supervisor) -> TickReport:
 def _tick_group(supervisor: Supervisor, endpoint: str, runs: list[Run], report: TickReport) -> None:
     """All runs of one scheduler: leases first, so that what is then asked cannot be outdated by another supervisor."""
     history, clock = supervisor.history, supervisor.clock
-    supervisor.accounting_is_away, supervisor.nodes = False, None
+    supervisor.starts, supervisor.nodes = None, None
     leases: dict[int, Lease] = {}
     work: list[Work] = []
     try:
+        leases = _leases(supervisor, runs)
         for run in runs:
-            lease = _lease(supervisor, run)
-            if lease is not None:
-                leases[run.run_id] = lease
-            else:
+            if run.run_id not in leases:
                 holder = history.lease_holder(run.run_id) or "another supervisor"
                 report.lines.append(RunLine(run, f"left to {holder}, who holds its lease"))
-        ours = [history.run(run_id) for run_id in leases]  # as they are under the lease
+        ours = history.runs(leases)  # as they are under the lease
+        under_way = history.open_actions(leases)
         scheduler = supervisor.open_scheduler(endpoint)
-        jobs = scheduler.my_jobs([run.job_id for run in ours if run.job_id is not None])
+        supervisor.job_ids = [run.job_id for run in ours if run.job_id is not None]
+        jobs = scheduler.my_jobs(supervisor.job_ids)
         for run in ours:
             try:
-                line = _tick_run(supervisor, scheduler, run, jobs, leases[run.run_id], report)
+                if run.run_id in under_way:
+                    line = RunLine(run, "an action is under way")
+                else:
+                    line = _tick_run(supervisor, scheduler, run, jobs, leases[run.run_id], report)
             except FilesUnavailable as error:
                 line = RunLine(run, f"could not see: {error}", blind=True)
             report.lines.append(line)
-            action = None if supervisor.dry_run else history.open_action(run.run_id)
-            if action is not None:
-                work.append(Work(run, scheduler, leases[run.run_id], action))
+        if not supervisor.dry_run:
+            _save_quiet(history, report, leases)
+            intended = history.open_actions(leases)
+            work += [
+                Work(run, scheduler, leases[run.run_id], intended[run.run_id]) for run in ours if run.run_id in intended
+            ]
         carry_out(work, history, clock, deadline=clock.mono() + ACT_S)
         report.lines += _end_ghosts(supervisor, scheduler, jobs)
     except (SchedulerError, FilesUnavailable) as error:
@@ -145,14 +157,14 @@ def _tick_group(supervisor: Supervisor, endpoint: str, runs: list[Run], report: 
     finally:
         report.lines += [RunLine(item.run, _action_line(item), news=True) for item in work]
         if not supervisor.dry_run:
-            for lease in leases.values():
-                history.drop_lease(lease)
+            history.drop_leases(leases.values())
 
 
-def _lease(supervisor: Supervisor, run: Run) -> Lease | None:
+def _leases(supervisor: Supervisor, runs: list[Run]) -> dict[int, Lease]:
     if supervisor.dry_run:  # nothing will be written, so nothing needs to be kept from others
-        return Lease(run.run_id, supervisor.holder, generation=-1)
-    return take_lease(supervisor.history, run.run_id, supervisor.holder, supervisor.clock.wall())
+        return {run.run_id: Lease(run.run_id, supervisor.holder, generation=-1) for run in runs}
+    ids = [run.run_id for run in runs]
+    return take_leases(supervisor.history, ids, supervisor.holder, supervisor.clock.wall())
 
 
 def _action_line(item: Work) -> str:
@@ -179,10 +191,11 @@ def _tick_run(
     history = supervisor.history
     if run.state is RunState.SUBMITTING:
         return _find_submission(supervisor, run, jobs)
-    if not run.state.is_supervised or history.open_action(run.run_id) is not None:
-        return RunLine(run, "an action is under way")
+    if not run.state.is_supervised:
+        return RunLine(run, f"{run.state.lower()}: {run.state_reason}")
     job = jobs.get(run.job_id) if run.job_id else None
-    latest = history.latest_attempt(run.run_id)
+    known = history.attempts(run.run_id)
+    latest = known[-1] if known else None
     if job is None or not is_the_runs_own(job, run, latest):
         return _job_gone(supervisor, run, latest, lease)
     if job.state is JobState.UNKNOWN:
@@ -192,37 +205,47 @@ def _tick_run(
             blind=True,
         )
     if latest is not None and latest.key.job_id == job.job_id and latest.key.restart_count > job.restart_count:
-        told, known = job.restart_count, latest.key.restart_count
-        return RunLine(run, f"could not see: told of restart {told} when {known} is on record", blind=True)
+        told, seen = job.restart_count, latest.key.restart_count
+        return RunLine(run, f"could not see: told of restart {told} when {seen} is on record", blind=True)
 
     if job.state is JobState.COMPLETING and job.restart_count > (latest.key.restart_count if latest else 0):
         return RunLine(run, "requeued, its last start is still ending")  # how, is not told before it has
-    line = _settle_past(supervisor, scheduler, run, job, lease)
-    attempt, before = _attempt_of(supervisor, run, job)
+    line = _settle_past(supervisor, scheduler, run, job, known, lease)
+    attempt, before = _attempt_of(supervisor, run, job, known)
     snapshot = observe(run, job, attempt, _remembered(supervisor, attempt), supervisor.clock)
     if job.state.is_ended:
         snapshot = replace(snapshot, accounted=_accounted(supervisor, scheduler, attempt.key))
     finding = _diagnose(supervisor, scheduler, snapshot)
     attempt = updated(attempt, snapshot, finding)
     snapshot = replace(snapshot, attempt=attempt)
+    hang = judge_hang(snapshot)
+    quiet = line is None and finding is None and hang.finding is None and job.state is not JobState.COMPLETED
     if not supervisor.dry_run:
-        history.save_observation(attempt, snapshot.watch)
+        if not quiet:
+            history.save_observations((attempt, snapshot.watch))
         _remember(supervisor, attempt, snapshot.watch)
         note_recovery(history, run, before, snapshot)
-
-    if line is not None:
-        return line
-    if job.state is JobState.COMPLETED and finding is None:
-        if not supervisor.dry_run:
-            history.set_run_state(run.run_id, RunState.DONE, "completed", now=snapshot.wall_at)
-        return RunLine(run, "done: the job completed", news=True)
-    hang = judge_hang(snapshot)
-    finding = finding or hang.finding
-    if finding is None:
+    if quiet:
         report.snapshots.append(snapshot)
         text = hang.line if job.state is JobState.RUNNING else queue_line(job)
         return RunLine(run, text, blind=hang.blind)
+    return line or _conclude(supervisor, snapshot, attempt, finding or hang.finding, lease)
+
+
+def _conclude(
+    supervisor: Supervisor, snapshot: Snapshot, attempt: Attempt, finding: Finding | None, lease: Lease
+) -> RunLine:
+    history, run = supervisor.history, snapshot.run
+    if finding is None:
+        if not supervisor.dry_run:
+            history.set_run_state(run.run_id, RunState.DONE, "completed", now=snapshot.wall_at)
+        return RunLine(run, "done: the job completed", news=True)
     return _handle(supervisor, snapshot, attempt, finding, lease)
+
+
+def _save_quiet(history: History, report: TickReport, runs: Container[int]) -> None:
+    quiet = [snapshot for snapshot in report.snapshots if snapshot.run.run_id in runs]
+    history.save_observations(*((one.attempt, one.watch) for one in quiet if one.attempt is not None))
 
 
 def _handle(supervisor: Supervisor, snapshot: Snapshot, attempt: Attempt, finding: Finding, lease: Lease) -> RunLine:
@@ -293,7 +316,7 @@ def _job_gone(supervisor: Supervisor, run: Run, attempt: Attempt | None, lease: 
         attempt = supervisor.history.add_attempt(run.run_id, AttemptKey(run.job_id or "?"), now=supervisor.clock.wall())
     snapshot = observe(run, None, attempt, _remembered(supervisor, attempt), supervisor.clock)
     if not supervisor.dry_run:
-        supervisor.history.save_observation(attempt, snapshot.watch)
+        supervisor.history.save_observations((attempt, snapshot.watch))
         _remember(supervisor, attempt, snapshot.watch)
     end, finding = end_of(snapshot), diagnose_end(snapshot)
     if end is not None and end.state is JobState.COMPLETED and finding is None:
@@ -308,7 +331,7 @@ def _job_gone(supervisor: Supervisor, run: Run, attempt: Attempt | None, lease: 
     line = _handle(supervisor, snapshot, attempt, finding, lease)
     if not supervisor.dry_run:
         ended = closed(attempt, snapshot, finding)
-        supervisor.history.save_observation(ended, snapshot.watch)
+        supervisor.history.save_observations((ended, snapshot.watch))
     return line
 
 
@@ -333,10 +356,13 @@ def _end_ghosts(supervisor: Supervisor, scheduler: Scheduler, jobs: Mapping[str,
 # ----------------------------------------------------------------------------------------------------------- attempts
 
 
-def _attempt_of(supervisor: Supervisor, run: Run, job: JobRecord) -> tuple[Attempt, Attempt | None]:
+def _attempt_of(
+    supervisor: Supervisor, run: Run, job: JobRecord, known: Sequence[Attempt]
+) -> tuple[Attempt, Attempt | None]:
     """The job's present attempt, and the one before it when a border was just crossed or not long ago."""
     key = AttemptKey(job.job_id, job.restart_count)
-    known = supervisor.history.attempts(run.run_id)
+    if not known or known[-1].key != key:
+        known = supervisor.history.attempts(run.run_id)  # with those that have just been settled
     before = next((attempt for attempt in reversed(known) if attempt.key != key), None)
     for attempt in known:
         if attempt.key == key:
@@ -360,24 +386,24 @@ def _remember(supervisor: Supervisor, attempt: Attempt, watch: Watch | None) -> 
 
 
 def _settle_past(
-    supervisor: Supervisor, scheduler: Scheduler, run: Run, job: JobRecord, lease: Lease
+    supervisor: Supervisor, scheduler: Scheduler, run: Run, job: JobRecord, attempts: Sequence[Attempt], lease: Lease
 ) -> RunLine | None:
     """Close every start of the job before its present one. One that is on no incident of ours was ended, or at least requeued,
     by somebody else: that is an incident, and nothing to do twice. Returns what was said of the last of them."""
     history = supervisor.history
-    known = {attempt.key: attempt for attempt in history.attempts(run.run_id)}
+    known = {attempt.key: attempt for attempt in attempts}
     if supervisor.dry_run or (
         not known and job.comment != run.tag
     ):  # taken over in mid-life: what was before is not ours
         return None
     first = min((key.restart_count for key in known if key.job_id == job.job_id), default=0)
-    recorded = {incident.attempt for incident in history.incidents(run_id=run.run_id)}
+    past = [AttemptKey(job.job_id, count) for count in range(first, job.restart_count)]
+    unsettled = [key for key in past if key not in known or known[key].ended_at is None]
+    recorded = {incident.attempt for incident in history.incidents(run_id=run.run_id)} if unsettled else set()
     line = None
-    for count in range(first, job.restart_count):
-        key = AttemptKey(job.job_id, count)
+    for key in unsettled:
+        count = key.restart_count
         attempt = known.get(key) or history.add_attempt(run.run_id, key, now=supervisor.clock.wall())
-        if attempt.ended_at is not None:
-            continue
         snapshot = observe(run, job, attempt, None, supervisor.clock)
         snapshot = replace(snapshot, accounted=_accounted(supervisor, scheduler, key), watch=None)
         if key in recorded:  # ended by us: a hang
@@ -388,7 +414,7 @@ def _settle_past(
             if finding is not None:
                 last = replace(job, restart_count=count + 1) if count + 1 < job.restart_count else job
                 line = _handle(supervisor, replace(snapshot, job=last), ended, finding, lease)
-        history.save_observation(ended, history.watch(attempt.attempt_id))
+        history.save_observations((ended, history.watch(attempt.attempt_id)))
     return line
 
 
@@ -410,14 +436,13 @@ def _diagnose(supervisor: Supervisor, scheduler: Scheduler, snapshot: Snapshot) 
 
 def _accounted(supervisor: Supervisor, scheduler: Scheduler, key: AttemptKey) -> JobRecord | None:
     """Accounting's row of an attempt that has ended. It is a witness, not a condition: without its answer the rest is judged
-    alone, and it is not asked again in this tick."""
-    if supervisor.accounting_is_away:
-        return None
-    try:
-        starts = scheduler.starts(key.job_id)
-    except SchedulerError:
-        supervisor.accounting_is_away = True
-        return None
+    alone. It is asked once a tick, for all jobs."""
+    if supervisor.starts is None:
+        try:
+            supervisor.starts = scheduler.starts(supervisor.job_ids)
+        except SchedulerError:
+            supervisor.starts = {}
+    starts = supervisor.starts.get(key.job_id, [])
     return next((start for start in starts if start.restart_count == key.restart_count), None)
 
 

@@ -22,7 +22,7 @@ from krea_runner.transport import mirror as mirror_module
 from krea_runner.transport import ssh as ssh_module
 from krea_runner.transport.mirror import mirrored, put_files
 from krea_runner.transport.ssh import open_ssh
-from tests.conftest import free_ports
+from tests.conftest import free_port
 from tests.ssh_server import SSHD, Sshd, write_home
 
 pytest.importorskip("paramiko", reason="paramiko is not installed: pip install 'krea-runner[ssh]'")
@@ -52,7 +52,7 @@ class Far:
 def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Far]:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("KREA_RUNNER_STATE_DIR", str(tmp_path / "state"))
-    sshd = Sshd(tmp_path / "sshd", free_ports())
+    sshd = Sshd(tmp_path / "sshd", free_port())
     write_home(tmp_path / "home", sshd)
     sshd.start()
     path = tmp_path / "run.toml"

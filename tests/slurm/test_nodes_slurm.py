@@ -115,6 +115,31 @@ def test_exclusions_never_leave_fewer_nodes_than_the_gang_needs(desk: Desk) -> N
     assert len(excluded(desk, job_id)) == 2
 
 
+def test_a_node_that_a_job_asks_for_by_name_is_not_excluded_since_it_would_never_start(desk: Desk) -> None:  # noqa: F811
+    job_id = desk.submit(slurm='nodelist = "n3"')
+    desk.wait_for_steps(job_id)
+    desk.tick()
+    desk.krea("nodes", "exclude", "n[1,3]", "--run", "gang", "--reason", "slow")
+    kill_a_rank(desk, job_id)
+    assert "off n1" in desk.tick()
+    desk.wait_for_steps(job_id, restart=1)
+    assert excluded(desk, job_id) == {"n1"}
+
+
+def test_a_run_that_is_submitted_again_starts_elsewhere_too(desk: Desk) -> None:  # noqa: F811
+    job_id = desk.submit()
+    desk.slurm("scontrol", "update", f"jobid={job_id}", "requeue=0")
+    desk.wait_for_steps(job_id)
+    desk.tick()
+    desk.krea("nodes", "exclude", "n1", "--run", "gang", "--reason", "slow")
+    kill_a_rank(desk, job_id)
+    said = desk.tick()
+    again = str(int(job_id) + 1)
+    assert f"job {again}; off n1" in said
+    desk.wait_for_steps(again)
+    assert excluded(desk, again) == {"n1"}
+
+
 def test_who_may_not_drain_has_the_node_excluded_instead(desk: Desk) -> None:  # noqa: F811
     if os.geteuid() != 0:
         pytest.skip("whoever runs this cluster is its operator")

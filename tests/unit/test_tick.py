@@ -52,13 +52,13 @@ class Says:
     def find_by_tag(self, tag: str) -> list[JobRecord]:
         return [job for job in self.my_jobs([]).values() if job.comment == tag]
 
-    def starts(self, job_id: str) -> list[JobRecord]:
-        return self.accounting
+    def starts(self, job_ids: Sequence[str]) -> dict[str, list[JobRecord]]:
+        return dict.fromkeys(job_ids, self.accounting)
 
     def nodes(self, names: Sequence[str] | None = None) -> dict[str, NodeRecord]:
         return {node.name: node for node in self.node_records}
 
-    def submit(self, script: Path, *, tag: str) -> str:
+    def submit(self, script: Path, *, tag: str, excluded: Sequence[str] = ()) -> str:
         self.asked.append(f"submit {tag}")
         self.record = dataclasses.replace(RUNNING, job_id="8", comment=tag)
         return "8"
@@ -256,7 +256,7 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(desk: Desk) -> None:
 
 
 def test_a_run_under_another_living_supervisors_lease_is_left_to_it(desk: Desk) -> None:
-    desk.history.take_lease(desk.run_id, "login2:5:5", now=desk.clock.wall(), until=desk.clock.wall() + 100)
+    desk.history.take_leases([desk.run_id], "login2:5:5", now=desk.clock.wall(), until=desk.clock.wall() + 100)
     report = desk.tick(ended(JobState.FAILED, exit_code=1))
     assert "left to login2" in report.lines[0].text
     assert (desk.says.asked, desk.history.incidents()) == ([], [])
