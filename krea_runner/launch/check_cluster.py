@@ -14,6 +14,8 @@ from krea_runner.schedulers.slurm_facts import ClusterFacts
 SIGNAL_ROUND_S = 60
 # With nothing better known: loading, compiling, the first step.
 STARTUP_S = 600.0
+# From this Slurm on the folders of logs are made for the job (CHANGELOG of 23.02.0rc1; seen on 24.11.5 and 26.05).
+MAKES_LOG_FOLDERS = (23, 2)
 
 
 def slurm_seconds(text: str | None) -> float | None:
@@ -192,8 +194,8 @@ def _places(job: Job) -> Iterator[tuple[str, int, str]]:
 
 
 def missing_log_folder(job: Job) -> Iterator[Hit]:
-    if job.ours is not None:
-        return  # we make it
+    if job.ours is not None or _makes_log_folders(job.facts.cluster):
+        return  # then it is made: by us, or by Slurm
     for name in ("output", "error"):
         folder = str(PurePosixPath(job.option(name) or "").parent)
         if name not in job.options or folder == "." or re.search(r"[$`~]", folder):
@@ -210,6 +212,12 @@ def missing_log_folder(job: Job) -> Iterator[Hit]:
         elif not job.facts.exists(whole):
             yield Hit(line, saw=f"{whole} is not there, seen from this host", fix=f"mkdir -p {whole}")
             return
+
+
+def _makes_log_folders(cluster: ClusterFacts | None) -> bool:
+    """False where the version is not known."""
+    version = re.match(r"(\d+)\.(\d+)", cluster.config.get("SLURM_VERSION", "") if cluster else "")
+    return version is not None and (int(version[1]), int(version[2])) >= MAKES_LOG_FOLDERS
 
 
 def missing_workdir(job: Job) -> Iterator[Hit]:

@@ -102,7 +102,8 @@ RULES: tuple[Rule, ...] = (
          "a directory on the file system that all nodes share", "", cluster.node_local,
          near="NFS, Lustre, GPFS and the like; what the type alone cannot say is only noted"),
     Rule("missing-log-folder", ERROR, "The job ends FAILED 0:53 before its first line, without a log.", "mkdir -p FOLDER", OURS,
-         cluster.missing_log_folder, near="a folder with a variable in it, which is another finding"),
+         cluster.missing_log_folder, near="a folder with a variable in it, which is another finding; Slurm 23.02 and later, "
+         "which makes it"),
     Rule("missing-workdir", ERROR, "Slurm runs the job in /tmp instead and may call it COMPLETED.", "mkdir -p FOLDER", OURS,
          cluster.missing_workdir),
     # ---------------------------------------------------------------------------------------------------------- evidence

@@ -42,7 +42,6 @@ def render(config: RunConfig) -> str:
             template=TEMPLATE,
             options=_options(config, run_dir),
             run_dir=str(run_dir.root),
-            srun_run_dir=_percent(str(run_dir.root)),
             argv=_argv(config.command),
             notice_s=_notice_s(config),
         )

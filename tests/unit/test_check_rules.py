@@ -306,6 +306,15 @@ def test_folders_that_are_not_there() -> None:
     assert header("#SBATCH -D /lustre/logs --error=there/%x.err", **known) == {}
 
 
+@pytest.mark.parametrize(
+    ("version", "missing"), [("22.05.8", True), ("23.02.0", False), ("26.05.5", False), ("strange", True)]
+)
+def test_slurm_makes_the_folder_of_a_log_since_23_02(version: str, missing: bool) -> None:
+    known = {"exists": lambda path: path != "/lustre/gone", "cluster": cluster(f"SLURM_VERSION={version}")}
+    for line in ("#SBATCH --error=gone/x.err", "#SBATCH --error=/lustre/%j/x.log"):
+        assert ("missing-log-folder" in header(line, **known)) == missing
+
+
 # ----------------------------------------------------------------------------------------------------------- the cluster
 
 PRIO = "PreemptType=preempt/partition_prio PreemptMode=CANCEL"
