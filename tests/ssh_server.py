@@ -2,6 +2,7 @@
 
 import os
 import pwd
+import re
 import signal
 import socket
 import subprocess
@@ -20,11 +21,13 @@ def keygen(path: Path) -> None:
 
 @dataclass
 class Sshd:
-    """`environment`: what its commands see beside sshd's own (SetEnv), as a site's profile would give it."""
+    """`environment`: what its commands see beside sshd's own (SetEnv), as a site's profile would give it. `more`: further
+    lines of its configuration, before ours: the first one of a kind holds."""
 
     folder: Path
     port: int
     environment: dict[str, str] = field(default_factory=dict)
+    more: list[str] = field(default_factory=list)
     process: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
@@ -48,11 +51,13 @@ class Sshd:
 
     def start(self) -> None:
         lines = [
-            f"Port {self.port}", "ListenAddress 127.0.0.1", f"HostKey {self.folder}/host_key",
+            *self.more, f"Port {self.port}", "ListenAddress 127.0.0.1", f"HostKey {self.folder}/host_key",
             f"AuthorizedKeysFile {self.folder}/authorized_keys", f"PidFile {self.folder}/pid", "StrictModes no",
             "UsePAM no", "PasswordAuthentication no", "KbdInteractiveAuthentication no", "PermitRootLogin yes",
-            f"Subsystem sftp {SFTP}",
         ]  # fmt: skip
+        if not any(line.startswith("Subsystem") for line in self.more):
+            # Its own log says which file it opened and how many bytes of it were read.
+            lines.append(f"Subsystem sftp {SFTP} -e -l INFO 2>>{self.folder}/sftp.log")
         if self.environment:
             lines.append("SetEnv " + " ".join(f'"{name}={value}"' for name, value in self.environment.items()))
         (self.folder / "sshd_config").write_text("\n".join(lines) + "\n")
@@ -66,6 +71,19 @@ class Sshd:
             assert self.process.poll() is None, (self.folder / "log").read_text()
             assert time.monotonic() < deadline, (self.folder / "log").read_text()
             time.sleep(0.02)
+
+    @property
+    def connections(self) -> int:
+        """How many were let in so far."""
+        return (self.folder / "log").read_text().count("Accepted publickey")
+
+    def bytes_read(self) -> dict[str, int]:
+        """Of each file, over SFTP, so far; as the server counts them when a file is closed."""
+        found: dict[str, int] = {}
+        log = self.folder / "sftp.log"
+        for name, count in re.findall(r'close "(.*)" bytes read (\d+)', log.read_text() if log.exists() else ""):
+            found[name] = found.get(name, 0) + int(count)
+        return found
 
     def _listens(self) -> bool:
         with socket.socket() as probe:

@@ -77,6 +77,7 @@ class Facts:
     environ: Mapping[str, str] = field(default_factory=dict)
     file_system: Callable[[str], str] = lambda path: ""
     exists: Callable[[str], bool] = lambda path: True
+    seen_from: str = "this host"
     submit_dir: str = "/"
     checkpoint_every_s: float | None = None
     startup_s: float | None = None

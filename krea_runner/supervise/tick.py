@@ -18,6 +18,7 @@ from krea_runner.model import (
     JobRecord,
     JobState,
     Run,
+    RunConfig,
     RunState,
     Snapshot,
     Symptom,
@@ -30,6 +31,7 @@ from krea_runner.supervise.act import Work, carry_out, is_the_runs_own
 from krea_runner.supervise.attempts import action_for, closed, last_sign_mono, note_recovery, queue_line, updated
 from krea_runner.supervise.evidence import keep_evidence
 from krea_runner.supervise.lease import take_lease
+from krea_runner.transport.mirror import looked_at_together
 
 # How long one tick may spend on carrying out actions; the rest is the next tick's.
 ACT_S = 20.0
@@ -123,15 +125,16 @@ def _tick_group(supervisor: Supervisor, endpoint: str, runs: list[Run], report: 
         ours = [history.run(run_id) for run_id in leases]  # as they are under the lease
         scheduler = supervisor.open_scheduler(endpoint)
         jobs = scheduler.my_jobs([run.job_id for run in ours if run.job_id is not None])
-        for run in ours:
-            try:
-                line = _tick_run(supervisor, scheduler, run, jobs, leases[run.run_id], report)
-            except FilesUnavailable as error:
-                line = RunLine(run, f"could not see: {error}", blind=True)
-            report.lines.append(line)
-            action = None if supervisor.dry_run else history.open_action(run.run_id)
-            if action is not None:
-                work.append(Work(run, scheduler, leases[run.run_id], action))
+        with looked_at_together(_present_attempts(ours, jobs)):
+            for run in ours:
+                try:
+                    line = _tick_run(supervisor, scheduler, run, jobs, leases[run.run_id], report)
+                except FilesUnavailable as error:
+                    line = RunLine(run, f"could not see: {error}", blind=True)
+                report.lines.append(line)
+                action = None if supervisor.dry_run else history.open_action(run.run_id)
+                if action is not None:
+                    work.append(Work(run, scheduler, leases[run.run_id], action))
         carry_out(work, history, clock, deadline=clock.mono() + ACT_S)
         report.lines += _end_ghosts(supervisor, scheduler, jobs)
     except (SchedulerError, FilesUnavailable) as error:
@@ -147,6 +150,11 @@ def _tick_group(supervisor: Supervisor, endpoint: str, runs: list[Run], report: 
         if not supervisor.dry_run:
             for lease in leases.values():
                 history.drop_lease(lease)
+
+
+def _present_attempts(runs: list[Run], jobs: Mapping[str, JobRecord]) -> list[tuple[RunConfig, AttemptKey]]:
+    found = [(run.config, jobs.get(run.job_id or "")) for run in runs if run.state is RunState.ACTIVE]
+    return [(config, AttemptKey(job.job_id, job.restart_count)) for config, job in found if job is not None]
 
 
 def _lease(supervisor: Supervisor, run: Run) -> Lease | None:
@@ -427,16 +435,19 @@ def _accounted(supervisor: Supervisor, scheduler: Scheduler, key: AttemptKey) ->
 def look(supervisor: Supervisor, report: TickReport) -> bool:
     """Read the heartbeats of the last tick's running jobs again, without asking the scheduler. True when there is news that
     the next tick should not wait for: a hang, the end of a script, the first step after a restart."""
+    running = [
+        (snapshot.run, snapshot.job, snapshot.attempt)
+        for snapshot in report.snapshots
+        if snapshot.attempt is not None and snapshot.job is not None and snapshot.job.state is JobState.RUNNING
+    ]
     due = False
-    for snapshot in report.snapshots:
-        attempt, job = snapshot.attempt, snapshot.job
-        if attempt is None or job is None or job.state is not JobState.RUNNING:
-            continue
-        try:
-            again = observe(snapshot.run, job, attempt, supervisor.memory.get(attempt.attempt_id), supervisor.clock)
-        except FilesUnavailable:
-            continue  # the next tick says so
-        _remember(supervisor, attempt, again.watch)
-        stepped = attempt.first_step is None and any(beat.step >= 0 for beat in again.heartbeats.ranks)
-        due = due or stepped or judge_hang(again).finding is not None or again.script_end is not None
+    with looked_at_together([(run.config, attempt.key) for run, _, attempt in running]):
+        for run, job, attempt in running:
+            try:
+                again = observe(run, job, attempt, supervisor.memory.get(attempt.attempt_id), supervisor.clock)
+            except FilesUnavailable:
+                continue  # the next tick says so
+            _remember(supervisor, attempt, again.watch)
+            stepped = attempt.first_step is None and any(beat.step >= 0 for beat in again.heartbeats.ranks)
+            due = due or stepped or judge_hang(again).finding is not None or again.script_end is not None
     return due

@@ -148,8 +148,13 @@ class Ssh:
                 channel.settimeout(CONNECT_S)
                 channel.invoke_subsystem("sftp")
                 self._sftp = paramiko.SFTPClient(channel)
-            except (SchedulerUnavailable, paramiko.SSHException, OSError, EOFError) as error:
-                raise FilesUnavailable(f"opening SFTP on {self.host}: {error}", hint=f"sftp {self.host}") from error
+            except SchedulerUnavailable as error:
+                raise FilesUnavailable(f"opening SFTP on {self.host}: {error}", hint=error.hint) from error
+            except lost() as error:
+                raise FilesUnavailable(
+                    f"opening SFTP on {self.host}: {_no_sftp(error)}",
+                    hint=f'try it: sftp {self.host}; without SFTP mount the run directory here, with files = "mounted"',
+                ) from error
         return self._sftp
 
     def close_sftp(self) -> None:
@@ -267,6 +272,25 @@ def _read_both(channel: "paramiko.Channel", deadline: float) -> tuple[str | None
             return out.decode(errors="replace"), err.decode(errors="replace")
         time.sleep(POLL_S)
     return None, ""
+
+
+def lost() -> tuple[type[Exception], ...]:
+    """What paramiko raises when an answer does not come, or is none."""
+    import paramiko
+    from paramiko.sftp import SFTPError
+
+    return (OSError, EOFError, paramiko.SSHException, SFTPError)
+
+
+def _no_sftp(error: Exception) -> str:
+    from paramiko import SSHException
+    from paramiko.sftp import SFTPError
+
+    if isinstance(error, SFTPError):
+        return "its answer is no SFTP; a line that ~/.bashrc prints over there is enough for that"
+    if isinstance(error, SSHException | EOFError):
+        return "that is refused: its sshd offers no SFTP"
+    return "no answer" if isinstance(error, TimeoutError) else _in_words(error)
 
 
 def _in_words(error: BaseException) -> str:

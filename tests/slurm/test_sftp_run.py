@@ -1,0 +1,155 @@
+"""A run from end to end from outside the cluster: commands over SSH, files over SFTP, no file of the run seen from here."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from krea_runner.model import AttemptKey
+from krea_runner.observe.heartbeats import read_heartbeats
+from krea_runner.rundir import RunDir
+from tests.conftest import OrdinaryUser, free_ports, until
+from tests.ssh_server import SSHD, Sshd, write_home
+
+pytest.importorskip("paramiko", reason="paramiko is not installed: pip install 'krea-runner[ssh]'")
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(not Path(SSHD).exists(), reason="sshd is not installed: apt-get install openssh-server"),
+]
+STEPS, EVERY = 60, 10
+
+
+@dataclass
+class Outside:
+    """The user's own machine, which knows the cluster only as `login`; `far` is a folder of the cluster's side, where
+    the commands run as whoever runs the tests (root: then the user may not even look into it)."""
+
+    user: OrdinaryUser
+    home: Path
+    far: Path
+    sshd: Sshd
+
+    @property
+    def run_dir(self) -> RunDir:
+        return RunDir(self.far / "run")
+
+    @property
+    def state(self) -> Path:
+        return self.home / "state"
+
+    def krea(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        return self.user.run([sys.executable, "-m", "krea_runner", *words], env=self.env, cwd=self.home, check=check)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Without any Slurm: neither its configuration nor its commands."""
+        return {"HOME": str(self.home), "KREA_RUNNER_STATE_DIR": str(self.state), "PATH": "/nowhere"}
+
+    def submit(self, name: str = "far") -> str:
+        words = [
+            sys.executable,
+            "-m",
+            "krea_runner.demo.train",
+            "--steps",
+            str(STEPS),
+            "--checkpoint-every",
+            str(EVERY),
+        ]
+        (self.home / "run.toml").write_text(
+            textwrap.dedent(f"""
+            [run]
+            name = "{name}"
+            command = {json.dumps([*words, "--step-time", "0.1"])}
+            transport = "ssh"
+            ssh_host = "login"
+            files = "sftp"
+            dir = "{self.run_dir.root}"
+            workdir = "{self.far}"
+            [gang]
+            nodes = 2
+            ranks_per_node = 2
+            [budgets]
+            startup = "60s"
+            step = "2s"
+            checkpoint = "5s"
+            [checkpoint]
+            dir = "ckpt"
+            """)
+        )
+        return str(json.loads(self.krea("submit", "run.toml", "--json").stdout)["job_id"])
+
+    def pid_of_rank(self, attempt: AttemptKey, rank: int, *, step: int) -> int:
+        """Once that rank has come to `step`."""
+
+        def found() -> list[int]:
+            beats = read_heartbeats(self.run_dir.heartbeats(attempt), str(attempt)).ranks
+            return [beat.pid for beat in beats if beat.rank == rank and beat.step >= step]
+
+        until(found, f"step {step}")
+        return found()[0]
+
+    def status(self, *words: str) -> dict:
+        return json.loads(self.krea("status", "--all", "--json", *words, check=False).stdout)["runs"][0]
+
+    def incidents(self) -> list[dict]:
+        return json.loads(self.krea("history", "--json").stdout)["incidents"]
+
+
+@pytest.fixture
+def outside(slurm_cluster, ordinary_user: OrdinaryUser, tmp_path: Path) -> Iterator[Outside]:
+    environment = {"PATH": f"{os.environ['PATH']}:/usr/sbin", "SLURM_CONF": str(slurm_cluster.conf)}
+    sshd = Sshd(tmp_path / "sshd", free_ports(), environment)
+    sshd.start()
+    home = ordinary_user.make_dir()
+    write_home(home, sshd, key=home / ".ssh" / "key")
+    shutil.copy(sshd.folder / "user_key", home / ".ssh" / "key")
+    (home / ".ssh" / "key").chmod(0o600)
+    (home / "run.toml").touch()
+    for path in (home / ".ssh", *(home / ".ssh").iterdir(), home / "run.toml"):
+        os.chown(path, ordinary_user.uid, ordinary_user.gid)
+    far = tmp_path / "far"
+    far.mkdir(mode=0o700)
+    outside = Outside(ordinary_user, home, far, sshd)
+    yield outside
+    everything = {**os.environ, **slurm_cluster.env}
+    subprocess.run(["scancel", "--me"], env=everything, check=False, timeout=60)
+    sshd.stop()
+    until(lambda: not subprocess.run(["squeue", "-h", "--me"], env=everything, capture_output=True, check=True).stdout,
+          "an empty queue")  # fmt: skip
+
+
+def test_a_stopped_rank_is_noticed_and_its_run_resumed_without_a_file_in_sight(outside: Outside) -> None:
+    job_id = outside.submit()
+    first, second = AttemptKey(job_id, 0), AttemptKey(job_id, 1)
+    if os.geteuid() == 0:
+        assert outside.user.run(["/bin/ls", str(outside.far)], check=False).returncode != 0
+    words = ["supervise", "--every", "2s", "--for", "90s", "--verbose"]
+    log = (outside.home / "supervisor.log").open("w+")
+    before = outside.sshd.connections
+    identity = {"user": outside.user.uid, "group": outside.user.gid} if os.geteuid() == 0 else {}
+    supervisor = subprocess.Popen(
+        [sys.executable, "-m", "krea_runner", *words],
+        env=outside.env, cwd=outside.home, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **identity,
+    )  # fmt: skip
+    try:
+        os.kill(outside.pid_of_rank(first, 3, step=EVERY + 5), signal.SIGSTOP)
+        until(lambda: (outside.far / "ckpt" / "final.json").exists(), "the last step", 80)
+        until(lambda: "done" in (outside.home / "supervisor.log").read_text(), "the supervisor to see it", 30)
+    finally:
+        supervisor.send_signal(signal.SIGINT)
+        supervisor.wait(timeout=30)
+        print((outside.home / "supervisor.log").read_text())
+    assert outside.sshd.connections - before == 1
+    (incident,) = outside.incidents()
+    print(json.dumps(incident, indent=1))
+    print(json.dumps(outside.status(), indent=1))
+    print(outside.sshd.bytes_read())
