@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -95,22 +96,24 @@ class Sshd:
         found: list[int] = []
         parents = [self.process.pid]
         while parents:
-            children = Path(f"/proc/{parents[0]}/task/{parents.pop(0)}/children").read_text().split()
-            for pid in map(int, children):
-                if Path(f"/proc/{pid}/comm").read_text().strip() == "sshd":
-                    found.append(pid)
-                    parents.append(pid)
+            parent = parents.pop(0)
+            for pid in _read(f"/proc/{parent}/task/{parent}/children").split():
+                if _read(f"/proc/{pid}/comm").strip() == "sshd":
+                    found.append(int(pid))
+                    parents.append(int(pid))
         return found
 
     def cut(self) -> None:
         """Kill the sessions; what they started goes on."""
         for pid in self.sessions():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def signal_all(self, number: signal.Signals) -> None:
         assert self.process is not None
         for pid in (self.process.pid, *self.sessions()):
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def stop(self) -> None:
         if self.process is not None:
@@ -119,6 +122,14 @@ class Sshd:
             self.process.kill()
             self.process.wait()
             self.process = None
+
+
+def _read(path: str) -> str:
+    """Empty where the process has ended meanwhile."""
+    try:
+        return Path(path).read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def write_home(

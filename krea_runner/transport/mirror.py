@@ -33,6 +33,8 @@ HEARTBEAT_BYTES = 1 << 20
 MAX_SIZE_BYTES = 1 << 43  # ext4 has no larger files
 KEPT_BYTES = 8 << 20  # of one log, before its copy is begun afresh
 KEPT_ATTEMPTS = 4
+DIAGNOSED_BYTES = 64 << 20
+AT_ONCE_BYTES = 4 << 20
 MARKERS_AT_ONCE = 4
 
 Wanted = tuple[RunConfig, AttemptKey | None]
@@ -116,6 +118,33 @@ def put_files(config: RunConfig, folders: list[Path], files: dict[Path, bytes]) 
                 file.set_pipelined(True)  # not a round trip for each 32 KiB
                 file.write(data)
             sftp.posix_rename(partial_path, str(path))
+
+
+def copy_logs(config: RunConfig, attempt: AttemptKey, into: Path) -> None:
+    """The attempt's logs and its job's, to their places below `into`; of each the last DIAGNOSED_BYTES.
+
+    Raises: FilesUnavailable.
+    """
+    far, near = RunDir(config.run_dir), RunDir(into)
+    with _Session(open_ssh(config.ssh_host)) as sftp:
+        pipeline = Pipeline(sftp)
+        (error,) = pipeline.together([_copy_logs(pipeline, far, near, attempt)])
+        if error is not None:
+            raise error
+
+
+def _copy_logs(pipeline: Pipeline, far: RunDir, near: RunDir, attempt: AttemptKey) -> Plan[None]:
+    batch, folder = far.batch_log(attempt.job_id), far.attempt_logs(attempt)
+    (told,) = yield from pipeline.stats([str(batch)])
+    found = [(near.batch_log(attempt.job_id), batch, told)] if told is not None and stat.S_ISREG(told.mode) else []
+    entries = yield from pipeline.listing(str(folder))
+    found += [(near.attempt_logs(attempt) / e.name, folder / e.name, e) for e in entries if _is_plain_file(e)]
+    for here, there, entry in found:
+        here.parent.mkdir(parents=True, exist_ok=True)
+        with here.open("wb") as file:
+            for at in range(max(0, entry.size_bytes - DIAGNOSED_BYTES), entry.size_bytes, AT_ONCE_BYTES):
+                (data,) = yield from pipeline.reading([(str(there), at, min(AT_ONCE_BYTES, entry.size_bytes - at))])
+                file.write(data or b"")
 
 
 def exists_there(config: RunConfig, path: str) -> bool:

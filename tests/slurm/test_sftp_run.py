@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,29 +128,78 @@ def outside(slurm_cluster, ordinary_user: OrdinaryUser, tmp_path: Path) -> Itera
           "an empty queue")  # fmt: skip
 
 
-def test_a_stopped_rank_is_noticed_and_its_run_resumed_without_a_file_in_sight(outside: Outside) -> None:
+@contextmanager
+def supervisor(outside: Outside) -> Iterator[Path]:
+    """Its output."""
+    said = outside.home / "supervisor.log"
+    identity = {"user": outside.user.uid, "group": outside.user.gid} if os.geteuid() == 0 else {}
+    with said.open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "krea_runner", "supervise", "--every", "2s", "--for", "150s", "--verbose"],
+            env=outside.env, cwd=outside.home, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **identity,
+        )  # fmt: skip
+    try:
+        yield said
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=30)
+
+
+def test_a_stopped_rank_is_noticed_and_its_run_resumed_and_done_without_a_file_in_sight(outside: Outside) -> None:
     job_id = outside.submit()
-    first, second = AttemptKey(job_id, 0), AttemptKey(job_id, 1)
+    first = AttemptKey(job_id, 0)
     if os.geteuid() == 0:
         assert outside.user.run(["/bin/ls", str(outside.far)], check=False).returncode != 0
-    words = ["supervise", "--every", "2s", "--for", "90s", "--verbose"]
-    log = (outside.home / "supervisor.log").open("w+")
-    before = outside.sshd.connections
-    identity = {"user": outside.user.uid, "group": outside.user.gid} if os.geteuid() == 0 else {}
-    supervisor = subprocess.Popen(
-        [sys.executable, "-m", "krea_runner", *words],
-        env=outside.env, cwd=outside.home, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **identity,
-    )  # fmt: skip
-    try:
+    connections = outside.sshd.connections
+    with supervisor(outside) as said:
         os.kill(outside.pid_of_rank(first, 3, step=EVERY + 5), signal.SIGSTOP)
-        until(lambda: (outside.far / "ckpt" / "final.json").exists(), "the last step", 80)
-        until(lambda: "done" in (outside.home / "supervisor.log").read_text(), "the supervisor to see it", 30)
-    finally:
-        supervisor.send_signal(signal.SIGINT)
-        supervisor.wait(timeout=30)
-        print((outside.home / "supervisor.log").read_text())
-    assert outside.sshd.connections - before == 1
+        until(lambda: "done: the job completed" in said.read_text(), "the end of the run", 120)
+        assert outside.sshd.connections - connections == 1, said.read_text()
+
     (incident,) = outside.incidents()
-    print(json.dumps(incident, indent=1))
-    print(json.dumps(outside.status(), indent=1))
-    print(outside.sshd.bytes_read())
+    assert (incident["symptom"], incident["cause"], incident["decision"]) == ("hang", "rank_stopped", "REQUEUE")
+    assert {("rank", "3"), ("node", incident["node"])} <= {(s["kind"], s["name"]) for s in incident["suspects"]}
+    assert incident["checkpoint_step"] % EVERY == 0
+    assert incident["resumed_step"] > incident["checkpoint_step"] > 0
+    logs = outside.run_dir.attempt_logs(AttemptKey(job_id, 1))
+    assert f"resumed from step {incident['checkpoint_step']}" in (logs / "node-0.log").read_text()
+
+    run = outside.status()
+    assert (run["state"], run["job"], run["checkpoint_step"], run["could_not_see"]) == ("DONE", None, STEPS, [])
+    assert run["checkpoint"] == str(outside.far / "ckpt" / f"step_{STEPS:08d}")  # as the cluster calls it
+    evidence = json.loads((outside.run_dir.incident(first) / "evidence.json").read_text())
+    assert [beat["rank"] for beat in evidence["heartbeats"]["ranks"]] == [0, 1, 2, 3]
+    assert f"krea_runner: attempt {first}" in evidence["batch_log_tail"]
+
+    verdict = json.loads(outside.krea("diagnose", "far", "--json").stdout)
+    assert verdict["problems"] == []
+    shown = {item["file"] for item in verdict["evidence"]}
+    assert all(Path(name).is_relative_to(outside.run_dir.root) for name in shown), verdict
+    assert outside.krea("diagnose", "far").returncode == 0
+
+
+def test_what_a_rank_said_before_it_died_is_diagnosed_and_a_run_is_stopped_from_outside(outside: Outside) -> None:
+    job_id = outside.submit()
+    outside.pid_of_rank(AttemptKey(job_id, 0), 0, step=1)
+    running = outside.status("far")
+    assert (running["state"], running["job"]["state"], len(running["ranks"])) == ("ACTIVE", "RUNNING", 4)
+    assert running["could_not_see"] == []
+    with (outside.run_dir.attempt_logs(AttemptKey(job_id, 0)) / "node-1.log").open("a") as file:
+        file.write("2: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
+    outside.krea("supervise", "--once")
+    first = json.loads(outside.krea("diagnose", "far", "--json").stdout)
+    assert first["first_evidence"]["file"] == str(outside.run_dir.attempt_logs(AttemptKey(job_id, 0)) / "node-1.log")
+    assert first["cause"] == "cuda_oom"
+    assert outside.krea("stop", "far").stdout.startswith("stopped 'far'")
+    outside.krea("supervise", "--once")
+    assert (outside.status()["state"], outside.incidents()) == ("STOPPED", [])
+
+
+def test_a_run_on_a_login_node_without_sftp_is_not_submitted(outside: Outside) -> None:
+    outside.sshd.stop()
+    outside.sshd.more = ["Subsystem other /bin/true"]
+    outside.sshd.start()
+    with pytest.raises(AssertionError, match="offers no SFTP"):
+        outside.submit()
+    assert outside.status()["state"] == "STOPPED"
+    assert not outside.run_dir.root.exists()
