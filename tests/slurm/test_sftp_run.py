@@ -55,13 +55,13 @@ class Outside:
         """Without any Slurm: neither its configuration nor its commands."""
         return {"HOME": str(self.home), "KREA_RUNNER_STATE_DIR": str(self.state), "PATH": "/nowhere"}
 
-    def submit(self, name: str = "far") -> str:
+    def submit(self, name: str = "far", steps: int = STEPS) -> str:
         words = [
             sys.executable,
             "-m",
             "krea_runner.demo.train",
             "--steps",
-            str(STEPS),
+            str(steps),
             "--checkpoint-every",
             str(EVERY),
         ]
@@ -175,11 +175,10 @@ def test_a_stopped_rank_is_noticed_and_its_run_resumed_and_done_without_a_file_i
     assert verdict["problems"] == []
     shown = {item["file"] for item in verdict["evidence"]}
     assert all(Path(name).is_relative_to(outside.run_dir.root) for name in shown), verdict
-    assert outside.krea("diagnose", "far").returncode == 0
 
 
 def test_what_a_rank_said_before_it_died_is_diagnosed_and_a_run_is_stopped_from_outside(outside: Outside) -> None:
-    job_id = outside.submit()
+    job_id = outside.submit(steps=10_000)
     outside.pid_of_rank(AttemptKey(job_id, 0), 0, step=1)
     running = outside.status("far")
     assert (running["state"], running["job"]["state"], len(running["ranks"])) == ("ACTIVE", "RUNNING", 4)
