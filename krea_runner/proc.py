@@ -3,10 +3,12 @@
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,4 +141,28 @@ class Companion:
             if pipe is not None:
                 pipe.close()
         self._process.kill()
+        self._process.wait()
+
+
+class Talk:
+    """A child process whose stdin and stdout are one socket of ours, as a ProxyCommand of OpenSSH; its end is the socket's."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        """Raises: OSError where it cannot be started."""
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            # In a session of its own: Ctrl-C is for us, who still have something to say over it.
+            self._process = subprocess.Popen(
+                list(argv),
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def close(self) -> None:
+        """End it and what it started; nothing is waited for but its end."""
+        self.socket.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

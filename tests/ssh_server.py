@@ -2,10 +2,12 @@
 
 import os
 import pwd
+import re
 import signal
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,11 +22,13 @@ def keygen(path: Path) -> None:
 
 @dataclass
 class Sshd:
-    """`environment`: what its commands see beside sshd's own (SetEnv), as a site's profile would give it."""
+    """`environment`: what its commands see beside sshd's own (SetEnv), as a site's profile would give it. `more`: further
+    lines of its configuration, before ours: the first one of a kind holds."""
 
     folder: Path
     port: int
     environment: dict[str, str] = field(default_factory=dict)
+    more: list[str] = field(default_factory=list)
     process: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
@@ -48,11 +52,13 @@ class Sshd:
 
     def start(self) -> None:
         lines = [
-            f"Port {self.port}", "ListenAddress 127.0.0.1", f"HostKey {self.folder}/host_key",
+            *self.more, f"Port {self.port}", "ListenAddress 127.0.0.1", f"HostKey {self.folder}/host_key",
             f"AuthorizedKeysFile {self.folder}/authorized_keys", f"PidFile {self.folder}/pid", "StrictModes no",
             "UsePAM no", "PasswordAuthentication no", "KbdInteractiveAuthentication no", "PermitRootLogin yes",
-            f"Subsystem sftp {SFTP}",
         ]  # fmt: skip
+        if not any(line.startswith("Subsystem") for line in self.more):
+            # Its own log says which file it opened and how many bytes of it were read.
+            lines.append(f"Subsystem sftp {SFTP} -e -l INFO 2>>{self.folder}/sftp.log")
         if self.environment:
             lines.append("SetEnv " + " ".join(f'"{name}={value}"' for name, value in self.environment.items()))
         (self.folder / "sshd_config").write_text("\n".join(lines) + "\n")
@@ -67,6 +73,19 @@ class Sshd:
             assert time.monotonic() < deadline, (self.folder / "log").read_text()
             time.sleep(0.02)
 
+    @property
+    def connections(self) -> int:
+        """How many were let in so far."""
+        return (self.folder / "log").read_text().count("Accepted publickey")
+
+    def bytes_read(self) -> dict[str, int]:
+        """Of each file, over SFTP, so far; as the server counts them when a file is closed."""
+        found: dict[str, int] = {}
+        log = self.folder / "sftp.log"
+        for name, count in re.findall(r'close "(.*)" bytes read (\d+)', log.read_text() if log.exists() else ""):
+            found[name] = found.get(name, 0) + int(count)
+        return found
+
     def _listens(self) -> bool:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
@@ -77,22 +96,24 @@ class Sshd:
         found: list[int] = []
         parents = [self.process.pid]
         while parents:
-            children = Path(f"/proc/{parents[0]}/task/{parents.pop(0)}/children").read_text().split()
-            for pid in map(int, children):
-                if Path(f"/proc/{pid}/comm").read_text().strip() == "sshd":
-                    found.append(pid)
-                    parents.append(pid)
+            parent = parents.pop(0)
+            for pid in _read(f"/proc/{parent}/task/{parent}/children").split():
+                if _read(f"/proc/{pid}/comm").strip() == "sshd":
+                    found.append(int(pid))
+                    parents.append(int(pid))
         return found
 
     def cut(self) -> None:
         """Kill the sessions; what they started goes on."""
         for pid in self.sessions():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def signal_all(self, number: signal.Signals) -> None:
         assert self.process is not None
         for pid in (self.process.pid, *self.sessions()):
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def stop(self) -> None:
         if self.process is not None:
@@ -101,6 +122,14 @@ class Sshd:
             self.process.kill()
             self.process.wait()
             self.process = None
+
+
+def _read(path: str) -> str:
+    """Empty where the process has ended meanwhile."""
+    try:
+        return Path(path).read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def write_home(

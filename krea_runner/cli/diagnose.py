@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 def diagnose(
     logs: Annotated[
-        list[str], typer.Argument(metavar="LOG...", help="Logs of one attempt; a directory; - for standard input.")
+        list[str],
+        typer.Argument(
+            metavar="LOG...", help="Logs of one attempt; a directory; - for standard input; or the name of a run."
+        ),
     ],
     job: Annotated[Path | None, typer.Option("--job", metavar="FILE", help="job.json: nodes, GPUs, launcher.")] = None,
     dmesg: Annotated[
@@ -36,15 +39,18 @@ def diagnose(
     """Say why a job died, and who did it.
 
     Reads logs, prints one answer of at most twelve lines. Needs no configuration and changes nothing. Exit code 0 with
-    any verdict, also when nothing is wrong.
+    any verdict, also when nothing is wrong. Of a run the attempt of its last incident is meant, else its newest.
 
     Example: krea-runner diagnose slurm-4711.out
     """
+    from krea_runner.cli.diagnose_run import logs_of_run
     from krea_runner.diagnose.logs import diagnose as find_cause
     from krea_runner.diagnose.signatures import load_catalog
 
     catalog, layout = load_catalog(tuple(table or ())), _layout(job) if job_id is None else _asked(job_id)
-    verdict = find_cause(logs, layout=layout, dmesg=dict(_node_file(item) for item in dmesg or []), catalog=catalog)
+    with logs_of_run(logs) as (here, there, names):
+        kernel_logs = dict(_node_file(item) for item in dmesg or [])
+        verdict = find_cause(names, layout=layout, dmesg=kernel_logs, catalog=catalog)
     if flight_recorder is not None:
         from krea_runner.diagnose.dumps import with_flight_recorder
 
@@ -53,7 +59,11 @@ def diagnose(
         from krea_runner.diagnose.dumps import with_ras
 
         verdict = with_ras(verdict, _text(ras), layout)
-    sys.stdout.write((json.dumps(document(verdict), indent=2) if as_json else "\n".join(lines(verdict))) + "\n")
+    if as_json:
+        text, there = json.dumps(document(verdict), indent=2), json.dumps(there)[1:-1]
+    else:
+        text, there = "\n".join(lines(verdict)), safe(there)
+    sys.stdout.write((text.replace(here, there) if here else text) + "\n")
 
 
 def _layout(job: Path | None) -> "Layout":

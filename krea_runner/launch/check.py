@@ -79,6 +79,7 @@ class Facts:
     """The text of ~/.slurm/defaults, where the cluster has sbatch read it."""
     file_system: Callable[[str], str] = lambda path: ""
     exists: Callable[[str], bool] = lambda path: True
+    seen_from: str = "this host"
     submit_dir: str = "/"
     checkpoint_every_s: float | None = None
     startup_s: float | None = None

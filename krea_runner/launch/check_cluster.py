@@ -223,7 +223,11 @@ def _makes_log_folders(cluster: ClusterFacts | None) -> bool:
 def missing_workdir(job: Job) -> Iterator[Hit]:
     folder = job.option("chdir") or ""
     if folder.startswith("/") and not re.search(r"[$`%]", folder) and not job.facts.exists(folder):
-        yield Hit(job.line_of("chdir"), saw=f"{folder} is not there, seen from this host", fix=f"mkdir -p {folder}")
+        yield Hit(
+            job.line_of("chdir"),
+            saw=f"{folder} is not there, seen from {job.facts.seen_from}",
+            fix=f"mkdir -p {folder}",
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------- defaults

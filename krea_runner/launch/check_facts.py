@@ -3,6 +3,7 @@
 import os
 import pwd
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ from krea_runner.observe.mounts import file_system
 from krea_runner.proc import clean_environment
 from krea_runner.rundir import RunDir
 from krea_runner.schedulers.slurm_facts import ClusterFacts, cluster_facts
+from krea_runner.transport.mirror import exists_there
 
 MAX_BYTES = 1 << 20
 # The option of sbatch that each key of run.toml becomes.
@@ -62,6 +64,9 @@ def check_run(
     saving_s = config.budgets.checkpoint_s if config.checkpoint.directory else None
     environ = clean_environment(os.environ)
     facts = _facts(cluster, unseen, environ, every_s, startup_s or config.budgets.startup_s, saving_s)
+    if config.files == "sftp":
+        exists = partial(exists_there, config)
+        facts = replace(facts, exists=exists, file_system=lambda path: "", seen_from=config.ssh_host)
     script = str(RunDir(config.run_dir).script)
     return check(read_job(script, render(config), facts, _ours(path, source, config)), RULES)
 

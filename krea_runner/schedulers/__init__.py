@@ -51,6 +51,11 @@ class NodeRecord:
         return not _OUT.isdisjoint(word.rstrip("*~#!%$@^-") for word in words) or words[0].endswith("*")
 
     @property
+    def is_reserved(self) -> bool:
+        """Slurm 22.05 does not print the reservation's name."""
+        return self.reservation != "" or not {"RESERVED", "MAINTENANCE"}.isdisjoint(self.raw_state.split("+"))
+
+    @property
     def is_ours(self) -> bool:
         return self.reason.startswith(DRAIN_PREFIX)
 
@@ -71,7 +76,7 @@ class Placement:
     def allows(self, node: NodeRecord) -> bool:
         return (
             (not self.partitions or not set(self.partitions).isdisjoint(node.partitions))
-            and node.reservation == self.reservation
+            and (node.reservation in {"", self.reservation} if self.reservation else not node.is_reserved)
             and self.features.issubset(node.features)
         )
 

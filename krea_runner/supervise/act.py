@@ -51,6 +51,8 @@ class Work:
     lease: Lease
     action: Action
     lift_at: float | None = None
+    delayed_until: float | None = None
+    """The start time that was to be lifted, on Slurm's clock: while the job still has it, it was not."""
     tag_is_new: bool = False
     """The tag was made by this very process and has not been submitted yet."""
     cancel_sent: bool = False
@@ -162,15 +164,23 @@ def _lift_start_time(work: Work, job: JobRecord, history: History, clock: Clock)
         return
     if work.action.detail != SLOW:
         if work.lift_at is None:
-            now = clock.wall()
-            work.lift_at = math.floor(now) + 1 + SECOND_MARGIN_S if work.scheduler.whole_second_starts else now
+            work.lift_at = _next_second(work, clock.wall())
         if clock.wall() < work.lift_at:
             return
         _still_ours(work, history)
+        work.delayed_until = job.started_at
         said = start_elsewhere(work.scheduler, work.run, work.action.job_id, history, clock.wall())
         _advance(work, history, clock, ActionStage.STARTED, said or work.action.detail)
     else:
         _advance(work, history, clock, ActionStage.STARTED, SLOW)
+
+
+def _next_second(work: Work, now: float) -> float:
+    """When it is surely another whole second than that of the kill, for Slurm too; seen from outside the cluster nobody knows
+    when its seconds begin."""
+    if not work.scheduler.whole_second_starts:
+        return now
+    return (now if work.run.config.transport == "ssh" else math.floor(now)) + 1 + SECOND_MARGIN_S
 
 
 def _verify_start(work: Work, job: JobRecord, history: History, clock: Clock) -> None:
@@ -179,9 +189,13 @@ def _verify_start(work: Work, job: JobRecord, history: History, clock: Clock) ->
         work.lift_at = None
         _advance(work, history, clock, ActionStage.INTENDED, SLOW, restart_count=job.restart_count)
     elif job.state.is_queued:
-        waits = job.started_at is not None and job.started_at > clock.wall() + LIFTED_S
+        if work.delayed_until is not None:  # by one clock: ours may be off by minutes
+            waits = job.started_at == work.delayed_until
+        else:
+            waits = job.started_at is not None and job.started_at > clock.wall() + LIFTED_S
         if waits and action.detail != SLOW:
             # The update came while the job was still COMPLETING, and was lost.
+            work.delayed_until = job.started_at
             start_elsewhere(work.scheduler, work.run, action.job_id, history, clock.wall())  # said at the first time
         elif job.reason not in _ABOUT_TO_START or action.detail == SLOW:
             _advance(work, history, clock, ActionStage.DONE, _joined(action.detail, f"queued: {job.reason}"))

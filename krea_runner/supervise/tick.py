@@ -18,6 +18,7 @@ from krea_runner.model import (
     JobRecord,
     JobState,
     Run,
+    RunConfig,
     RunState,
     Snapshot,
     Symptom,
@@ -30,6 +31,7 @@ from krea_runner.supervise.act import Work, carry_out, is_the_runs_own
 from krea_runner.supervise.attempts import action_for, closed, last_sign_mono, note_recovery, queue_line, updated
 from krea_runner.supervise.evidence import keep_evidence
 from krea_runner.supervise.lease import take_leases
+from krea_runner.transport.mirror import looked_at_together
 
 # How long one tick may spend on carrying out actions; the rest is the next tick's.
 ACT_S = 20.0
@@ -129,15 +131,16 @@ def _tick_group(supervisor: Supervisor, endpoint: str, runs: list[Run], report: 
         scheduler = supervisor.open_scheduler(endpoint)
         supervisor.job_ids = [run.job_id for run in ours if run.job_id is not None]
         jobs = scheduler.my_jobs(supervisor.job_ids)
-        for run in ours:
-            try:
-                if run.run_id in under_way:
-                    line = RunLine(run, "an action is under way")
-                else:
-                    line = _tick_run(supervisor, scheduler, run, jobs, leases[run.run_id], report)
-            except FilesUnavailable as error:
-                line = RunLine(run, f"could not see: {error}", blind=True)
-            report.lines.append(line)
+        with looked_at_together(_present_attempts(ours, jobs)):
+            for run in ours:
+                try:
+                    if run.run_id in under_way:
+                        line = RunLine(run, "an action is under way")
+                    else:
+                        line = _tick_run(supervisor, scheduler, run, jobs, leases[run.run_id], report)
+                except FilesUnavailable as error:
+                    line = RunLine(run, f"could not see: {error}", blind=True)
+                report.lines.append(line)
         if not supervisor.dry_run:
             _save_quiet(history, report, leases)
             intended = history.open_actions(leases)
@@ -158,6 +161,11 @@ def _tick_group(supervisor: Supervisor, endpoint: str, runs: list[Run], report: 
         report.lines += [RunLine(item.run, _action_line(item), news=True) for item in work]
         if not supervisor.dry_run:
             history.drop_leases(leases.values())
+
+
+def _present_attempts(runs: list[Run], jobs: Mapping[str, JobRecord]) -> list[tuple[RunConfig, AttemptKey]]:
+    found = [(run.config, jobs.get(run.job_id or "")) for run in runs if run.state is RunState.ACTIVE]
+    return [(config, AttemptKey(job.job_id, job.restart_count)) for config, job in found if job is not None]
 
 
 def _leases(supervisor: Supervisor, runs: list[Run]) -> dict[int, Lease]:
@@ -452,16 +460,19 @@ def _accounted(supervisor: Supervisor, scheduler: Scheduler, key: AttemptKey) ->
 def look(supervisor: Supervisor, report: TickReport) -> bool:
     """Read the heartbeats of the last tick's running jobs again, without asking the scheduler. True when there is news that
     the next tick should not wait for: a hang, the end of a script, the first step after a restart."""
+    running = [
+        (snapshot.run, snapshot.job, snapshot.attempt)
+        for snapshot in report.snapshots
+        if snapshot.attempt is not None and snapshot.job is not None and snapshot.job.state is JobState.RUNNING
+    ]
     due = False
-    for snapshot in report.snapshots:
-        attempt, job = snapshot.attempt, snapshot.job
-        if attempt is None or job is None or job.state is not JobState.RUNNING:
-            continue
-        try:
-            again = observe(snapshot.run, job, attempt, supervisor.memory.get(attempt.attempt_id), supervisor.clock)
-        except FilesUnavailable:
-            continue  # the next tick says so
-        _remember(supervisor, attempt, again.watch)
-        stepped = attempt.first_step is None and any(beat.step >= 0 for beat in again.heartbeats.ranks)
-        due = due or stepped or judge_hang(again).finding is not None or again.script_end is not None
+    with looked_at_together([(run.config, attempt.key) for run, _, attempt in running]):
+        for run, job, attempt in running:
+            try:
+                again = observe(run, job, attempt, supervisor.memory.get(attempt.attempt_id), supervisor.clock)
+            except FilesUnavailable:
+                continue  # the next tick says so
+            _remember(supervisor, attempt, again.watch)
+            stepped = attempt.first_step is None and any(beat.step >= 0 for beat in again.heartbeats.ranks)
+            due = due or stepped or judge_hang(again).finding is not None or again.script_end is not None
     return due

@@ -6,7 +6,6 @@ to answer a question. A command is sent once. What is done again is connecting, 
 """
 
 import errno
-import glob
 import logging
 import os
 import shlex
@@ -15,10 +14,12 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from krea_runner.errors import ConfigError, FilesUnavailable, SchedulerUnavailable
+from krea_runner.errors import FilesUnavailable, SchedulerUnavailable
 from krea_runner.proc import FOR_READING, KEPT, SCRUBBED_PREFIXES, Completed
+from krea_runner.transport.connect import Hop, Refused, connect
+from krea_runner.transport.ssh_config import SYSTEM, read_config, route
 
 if TYPE_CHECKING:
     import paramiko
@@ -28,7 +29,6 @@ CONNECT_S = 15.0
 KEEPALIVE_S = 30
 # How much longer than the command's own limit an answer is waited for: a host that hangs says nothing at all.
 GRACE_S = 3.0
-MAX_JUMPS = 8
 POLL_S = 0.005
 MAX_OUTPUT_BYTES = 64 << 20
 _NOT_FOUND = 127  # POSIX: the shell's exit code for a command that does not exist; 126: it may not be run
@@ -65,7 +65,7 @@ class Ssh:
     def __init__(self, host: str) -> None:
         self.host = host
         logging.getLogger("paramiko").addHandler(logging.NullHandler())  # its tracebacks go nowhere: our errors say it
-        self._clients: list[paramiko.SSHClient] = []  # the jump hosts, then the host itself
+        self._hops: list[Hop] = []  # the jump hosts, then the host itself
         self._sftp: paramiko.SFTPClient | None = None
         self._lock = threading.RLock()
 
@@ -135,7 +135,9 @@ class Ssh:
                 except (paramiko.SSHException, OSError, EOFError) as error:
                     self.close()  # it was cut while nobody used it
                     if last:
-                        raise self._away(f"no session: {error}") from error
+                        raise SchedulerUnavailable(
+                            f"connecting to {self.host}: no session: {error}", hint=f"try it: ssh {self.host} true"
+                        ) from error
         raise AssertionError("not reached")
 
     def sftp(self) -> "paramiko.SFTPClient":
@@ -148,8 +150,13 @@ class Ssh:
                 channel.settimeout(CONNECT_S)
                 channel.invoke_subsystem("sftp")
                 self._sftp = paramiko.SFTPClient(channel)
-            except (SchedulerUnavailable, paramiko.SSHException, OSError, EOFError) as error:
-                raise FilesUnavailable(f"opening SFTP on {self.host}: {error}", hint=f"sftp {self.host}") from error
+            except SchedulerUnavailable as error:
+                raise FilesUnavailable(f"opening SFTP on {self.host}: {error}", hint=error.hint) from error
+            except lost() as error:
+                raise FilesUnavailable(
+                    f"opening SFTP on {self.host}: {_no_sftp(error)}",
+                    hint=f'try it: sftp {self.host}; without SFTP mount the run directory here, with files = "mounted"',
+                ) from error
         return self._sftp
 
     def close_sftp(self) -> None:
@@ -161,9 +168,9 @@ class Ssh:
     def close(self) -> None:
         with self._lock:
             self._sftp = None
-            for client in reversed(self._clients):
-                client.close()
-            self._clients = []
+            for hop in reversed(self._hops):
+                hop.close()
+            self._hops = []
 
     def _unknown(self, argv: Sequence[str], why: str) -> SchedulerUnavailable:
         return SchedulerUnavailable(
@@ -172,84 +179,24 @@ class Ssh:
             hint=f"it may have been carried out; is {self.host} there? ssh {self.host} true",
         )
 
-    def _away(self, why: str, hint: str = "") -> SchedulerUnavailable:
-        return SchedulerUnavailable(f"connecting to {self.host}: {why}", hint=hint or f"try it: ssh {self.host} true")
-
-    # ------------------------------------------------------------------------------------------------------ connecting
-
     def _connected(self) -> "paramiko.Transport":
-        transport = self._clients[-1].get_transport() if self._clients else None
-        if transport is None or not transport.is_active():
+        """Raises: SchedulerUnavailable; nothing was sent. ConfigError."""
+        if not self._hops or not self._hops[-1].transport.is_active():
             self.close()
-            config = read_config(Path.home() / ".ssh" / "config")
+            config = read_config(Path.home() / ".ssh" / "config", SYSTEM)
             try:
                 for name in route(config, self.host):
-                    self._hop(config, name)
-            except BaseException:
+                    before = self._hops[-1].transport if self._hops else None
+                    self._hops.append(connect(config, name, before, within_s=CONNECT_S))
+            except BaseException as error:
                 self.close()
+                if isinstance(error, Refused):
+                    raise SchedulerUnavailable(
+                        f"connecting to {self.host}: {error}", hint=error.hint or f"try it: ssh {self.host} true"
+                    ) from error
                 raise
-            transport = _transport_of(self._clients[-1])
-        return transport
-
-    def _hop(self, config: "paramiko.SSHConfig", name: str) -> None:
-        """One host further. Raises: SchedulerUnavailable; nothing was sent."""
-        import paramiko
-
-        user, name, port = split_hop(name)
-        known = config.lookup(name)
-        address, port = known.get("hostname", name), port or int(known.get("port", 22))
-        client = paramiko.SSHClient()
-        files = known.get("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2").split()
-        for path in [*files, "/etc/ssh/ssh_known_hosts"]:
-            if os.path.exists(os.path.expanduser(path)):
-                client.load_system_host_keys(os.path.expanduser(path))
-        client.set_missing_host_key_policy(_Refuse(name, files[0]))
-        identities = [os.path.expanduser(path) for path in known.get("identityfile", [])]
-        try:
-            through = self._socket(known, address, port)
-            self._clients.append(client)
-            client.connect(
-                address,
-                port,
-                username=user or known.get("user"),
-                key_filename=[path for path in identities if os.path.exists(path)] or None,
-                allow_agent=known.get("identitiesonly", "no") != "yes",
-                look_for_keys=not identities,
-                sock=through,
-                timeout=CONNECT_S,
-                banner_timeout=CONNECT_S,
-                auth_timeout=CONNECT_S,
-                channel_timeout=CONNECT_S,
-            )
-        except paramiko.BadHostKeyException as error:
-            entry = address if port == 22 else f"[{address}]:{port}"
-            raise self._away(
-                f"the host key of {name} has CHANGED: this may be another machine, or somebody in between; nothing sent",
-                f"ask the operators; if it is right: ssh-keygen -R '{entry}' -f {files[0]}, then: ssh {name} true",
-            ) from error
-        except paramiko.AuthenticationException as error:
-            raise self._away(
-                f"{name} takes none of your keys ({error})", f"ssh-add -l; and by hand: ssh -v {name} true"
-            ) from error
-        except (paramiko.SSHException, OSError, EOFError) as error:
-            raise self._away(f"{name}: {_in_words(error)}") from error
-        _transport_of(client).set_keepalive(KEEPALIVE_S)
-
-    def _socket(self, known: "paramiko.SSHConfigDict", address: str, port: int) -> Any:
-        import paramiko
-
-        if self._clients:  # through the jump host before it
-            jump = _transport_of(self._clients[-1])
-            return jump.open_channel("direct-tcpip", (address, port), ("127.0.0.1", 0), timeout=CONNECT_S)
-        command = known.get("proxycommand", "none")
-        return None if command == "none" else paramiko.ProxyCommand(command)
-
-
-def _transport_of(client: "paramiko.SSHClient") -> "paramiko.Transport":
-    transport = client.get_transport()
-    if transport is None:
-        raise OSError(errno.ENOTCONN, "cut at once")
-    return transport
+            self._hops[-1].transport.set_keepalive(KEEPALIVE_S)
+        return self._hops[-1].transport
 
 
 def _read_both(channel: "paramiko.Channel", deadline: float) -> tuple[str | None, str]:
@@ -269,68 +216,24 @@ def _read_both(channel: "paramiko.Channel", deadline: float) -> tuple[str | None
     return None, ""
 
 
+def lost() -> tuple[type[Exception], ...]:
+    """What paramiko raises when an answer does not come, or is none."""
+    import paramiko
+    from paramiko.sftp import SFTPError
+
+    return (OSError, EOFError, paramiko.SSHException, SFTPError)
+
+
+def _no_sftp(error: Exception) -> str:
+    from paramiko import SSHException
+    from paramiko.sftp import SFTPError
+
+    if isinstance(error, SFTPError):
+        return "its answer is no SFTP; a line that ~/.bashrc prints over there is enough for that"
+    if isinstance(error, SSHException | EOFError):
+        return "that is refused: its sshd offers no SFTP"
+    return "no answer" if isinstance(error, TimeoutError) else _in_words(error)
+
+
 def _in_words(error: BaseException) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
-
-class _Refuse:
-    def __init__(self, name: str, file: str) -> None:
-        self.name, self.file = name, file
-
-    def missing_host_key(self, client: Any, hostname: str, key: Any) -> None:
-        raise SchedulerUnavailable(
-            f"connecting to {self.name}: its host key ({key.get_name()} {key.fingerprint}) is not in {self.file}; "
-            "nothing was sent",
-            hint=f"compare it with what your operators publish, and say yes to: ssh {self.name} true",
-        )
-
-
-# ------------------------------------------------------------------------------------------------------- ~/.ssh/config
-
-
-def read_config(path: Path) -> "paramiko.SSHConfig":
-    """Raises: ConfigError. A file that is not there is an empty one."""
-    try:
-        import paramiko
-    except ImportError as error:
-        raise ConfigError('transport = "ssh" needs paramiko', hint="pip install 'krea-runner[ssh]'") from error
-    try:
-        return paramiko.SSHConfig.from_text(_included(path, depth=0))
-    except (paramiko.SSHException, OSError, ValueError) as error:
-        raise ConfigError(f"reading {path}: {error}", hint="ssh -G HOST says what OpenSSH makes of it") from error
-
-
-def _included(path: Path, depth: int) -> str:
-    """The text with its Include lines replaced by the files they name (paramiko 5.1 knows no Include)."""
-    if depth > 16 or not path.is_file():  # OpenSSH's own limit
-        return ""
-    lines: list[str] = []
-    for line in path.read_text(errors="replace").splitlines():
-        words = line.split()
-        if not words or words[0].lower() != "include":
-            lines.append(line)
-            continue
-        patterns = [str(Path.home() / ".ssh" / os.path.expanduser(word.strip('"'))) for word in words[1:]]
-        lines += [_included(Path(found), depth + 1) for pattern in patterns for found in sorted(glob.glob(pattern))]
-    return "\n".join(lines)
-
-
-def split_hop(hop: str) -> tuple[str | None, str, int | None]:
-    """`[user@]host[:port]`, or ssh://…, as ProxyJump has it."""
-    user, _, rest = hop.removeprefix("ssh://").rpartition("@")
-    name, colon, port = rest.rpartition(":")
-    if colon and port.isdigit():
-        return user or None, name.strip("[]"), int(port)
-    return user or None, rest.strip("[]"), None
-
-
-def route(config: "paramiko.SSHConfig", host: str) -> list[str]:
-    """The hosts to go through, in order, `host` last. Raises: ConfigError."""
-    hops = [host]
-    while True:
-        jumps = config.lookup(split_hop(hops[0])[1]).get("proxyjump", "none")
-        if jumps == "none":
-            return hops
-        hops = [*(jump.strip() for jump in jumps.split(",")), *hops]
-        if len(hops) > MAX_JUMPS:
-            raise ConfigError(f"{host}: more than {MAX_JUMPS} ProxyJump hosts", hint=f"ssh -G {host} | grep -i jump")

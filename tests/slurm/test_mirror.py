@@ -1,6 +1,7 @@
 """A run directory over a real SFTP server: what is read, what is not read again, and what is refused."""
 
 import dataclasses
+import json
 import os
 import signal
 import time
@@ -12,20 +13,37 @@ import pytest
 
 from krea_runner.clock import SystemClock
 from krea_runner.config import load_run
+from krea_runner.config.site import state_dir
 from krea_runner.errors import FilesUnavailable
 from krea_runner.heartbeat import Heartbeat
-from krea_runner.model import Attempt, AttemptKey, JobRecord, JobState, Run, RunConfig, RunState, Snapshot
+from krea_runner.model import (
+    Attempt,
+    AttemptKey,
+    Finding,
+    JobRecord,
+    JobState,
+    Run,
+    RunConfig,
+    RunState,
+    Snapshot,
+    Symptom,
+)
 from krea_runner.observe.logs import attempt_marker
 from krea_runner.observe.snapshot import observe
 from krea_runner.rundir import RunDir
+from krea_runner.supervise.evidence import keep_evidence
 from krea_runner.transport import mirror as mirror_module
 from krea_runner.transport import ssh as ssh_module
-from krea_runner.transport.mirror import mirrored, put_files
+from krea_runner.transport.mirror import looked_at_together, mirrored, put_files
+from krea_runner.transport.sftp import Pipeline
 from krea_runner.transport.ssh import open_ssh
-from tests.conftest import free_port
+from tests.conftest import free_port, until
 from tests.ssh_server import SSHD, Sshd, write_home
 
 pytest.importorskip("paramiko", reason="paramiko is not installed: pip install 'krea-runner[ssh]'")
+
+from paramiko.sftp import CMD_OPEN
+
 pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.skipif(not Path(SSHD).exists(), reason="sshd is not installed: apt-get install openssh-server"),
@@ -109,22 +127,20 @@ def test_heartbeats_logs_and_checkpoints_are_seen_as_if_they_were_here(
         hb.close()
 
 
-def test_what_did_not_change_is_not_read_again(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_did_not_change_is_not_read_again(far: Far) -> None:
     folder = far.run_dir.heartbeats(KEY)
     folder.mkdir(parents=True)
     (folder / "n1.hb").write_bytes(b"\0" * 256)
     far.run_dir.batch_log("26").write_text("x" * 1000)
     for _ in range(2):  # times are whole seconds: the second look makes sure
         mirrored(far.config, KEY)
-    opened = []
-    sftp = open_ssh("login").sftp()
-    real = type(sftp).open
-    monkeypatch.setattr(type(sftp), "open", lambda self, *a, **k: (opened.append(a[0]), real(self, *a, **k))[1])
     mirrored(far.config, KEY)
-    assert opened == []
-    far.run_dir.batch_log("26").write_text("y" * 1001)
+    far.run_dir.batch_log("26").write_text("x" * 1000 + "y")
     mirrored(far.config, KEY)
-    assert opened == [str(far.run_dir.batch_log("26"))]
+    open_ssh("login").close()  # the server has said by then what it closed
+    log = str(far.run_dir.batch_log("26"))
+    until(lambda: far.sshd.bytes_read().get(log) == 1001, "the one new byte to be read, and no more", 10)
+    assert far.sshd.bytes_read()[str(folder / "n1.hb")] == 2 * 256
 
 
 def test_links_are_not_followed_and_sizes_are_bounded(far: Far, tmp_path: Path) -> None:
@@ -173,3 +189,125 @@ def test_files_that_cannot_be_read_are_unseen_and_not_frozen(far: Far, monkeypat
         far.look()
     far.sshd.signal_all(signal.SIGCONT)
     assert dataclasses.replace(far.look(), mono=0.0).attempt is not None
+
+
+# -------------------------------------------------------------------------------------------- what it costs, what fails
+
+
+def test_of_a_log_of_a_gigabyte_only_the_end_and_then_only_what_is_new_is_read(far: Far) -> None:
+    """As the server counts it."""
+    log = far.run_dir.batch_log("26")
+    with log.open("wb") as file:
+        file.truncate(1 << 30)
+    assert far.look().log.size_bytes == 1 << 30
+    for number in range(3):
+        with log.open("ab") as file:
+            file.write(b"step %d\n" % number)
+        assert far.look().log.tail.endswith(f"step {number}\n")
+    open_ssh("login").close()
+    until(
+        lambda: far.sshd.bytes_read().get(str(log)) == (64 << 10) + 3 * len("step 0\n"), "the end of what was read", 10
+    )
+
+
+def test_many_runs_cost_the_round_trips_of_one(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten runs of twelve nodes, all heartbeats changed: each was four round trips a file and five a folder."""
+    configs = [dataclasses.replace(far.config, run_dir=far.config.run_dir / str(number)) for number in range(10)]
+    for config in configs:
+        folder = RunDir(config.run_dir).heartbeats(KEY)
+        folder.mkdir(parents=True)
+        for node in range(12):
+            (folder / f"n{node}.hb").write_bytes(b"\0" * 256)
+    made: list[Pipeline] = []
+    monkeypatch.setattr(mirror_module, "Pipeline", lambda sftp: made.append(Pipeline(sftp)) or made[-1])
+    with looked_at_together([(config, KEY) for config in configs]):
+        seen = [mirrored(config, KEY) for config in configs]
+    assert [len(list(RunDir(config.run_dir).heartbeats(KEY).glob("*.hb"))) for config in seen] == [12] * 10
+    assert len(made) == 1  # nothing was read a second time
+    assert (made[0].rounds, made[0].requests > 3 * 120) == (4, True)
+
+
+def test_one_run_that_cannot_be_read_does_not_hide_the_others(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = dataclasses.replace(far.config, run_dir=far.config.run_dir / "other")
+    put_files(other, [RunDir(other.run_dir).logs], {})
+    far.run_dir.batch_log("26").write_text("x")
+    monkeypatch.setattr(mirror_module, "MAX_SIZE_BYTES", 0)
+    with looked_at_together([(far.config, KEY), (other, KEY)]):
+        with pytest.raises(FilesUnavailable, match="says it has 1 bytes"):
+            mirrored(far.config, KEY)
+        assert mirrored(other, KEY).run_dir != other.run_dir
+
+
+def test_a_connection_cut_in_the_middle_of_reading_is_made_again_and_all_is_seen(
+    far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far.run_dir.batch_log("26").write_text("x" * 100_000 + "end\n")
+    far.look()
+    with far.run_dir.batch_log("26").open("a") as file:
+        file.write("more\n")
+    real, cuts = Pipeline._ask, []
+
+    def cut_once(self, requests):
+        if len(requests) and not cuts and requests[0][0] == CMD_OPEN:  # what is wanted is known, nothing is read yet
+            cuts.append(requests)
+            far.sshd.cut()
+            until(lambda: not far.sshd.sessions(), "the cut", 10)
+        return real(self, requests)
+
+    monkeypatch.setattr(Pipeline, "_ask", cut_once)
+    assert far.look().log.tail.endswith("end\nmore\n")
+    assert len(cuts) == 1
+    assert far.sshd.connections == 2
+
+
+@pytest.mark.parametrize(
+    ("subsystem", "said"),
+    [
+        ("Subsystem other /bin/true", "offers no SFTP"),
+        ("Subsystem sftp /no/such/server", "offers no SFTP"),
+        ("Subsystem sftp /bin/sh -c 'echo Welcome; exec /usr/lib/openssh/sftp-server'", "is no SFTP"),
+    ],
+)
+def test_a_login_node_without_sftp_says_so_and_commands_still_run(far: Far, subsystem: str, said: str) -> None:
+    far.sshd.stop()
+    far.sshd.more = [subsystem]
+    far.sshd.start()
+    with pytest.raises(FilesUnavailable, match=said) as caught:
+        far.look()
+    assert 'files = "mounted"' in (caught.value.hint or "")
+    assert open_ssh("login").run(["echo", "in"], timeout_s=10).stdout == "in\n"
+
+
+def test_times_of_a_login_node_whose_clock_is_off_are_never_compared_with_ours(far: Far) -> None:
+    folder, now = far.run_dir.heartbeats(KEY), time.time()
+    folder.mkdir(parents=True)
+    for minutes, content in ((-7, b"a"), (9, b"b"), (-7, b"c")):
+        path = folder / "n1.hb"
+        path.write_bytes(content * 256)
+        os.utime(path, (now + 60 * minutes,) * 2)
+        seen = RunDir(mirrored(far.config, KEY).run_dir).heartbeats(KEY)
+        assert (seen / "n1.hb").read_bytes() == content * 256
+
+
+def test_evidence_is_kept_over_there_or_where_that_fails_here(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = Finding(Symptom.HANG, "rank_stopped", "hang: rank 3 stopped")
+    snapshot = far.look()
+    path = keep_evidence(snapshot, finding)
+    assert path == far.run_dir.incident(KEY) / "evidence.json"
+    assert json.loads(path.read_text())["finding"]["cause"] == "rank_stopped"
+    monkeypatch.setattr(ssh_module, "CONNECT_S", 2.0)
+    far.sshd.stop()
+    path.unlink()
+    kept = keep_evidence(snapshot, finding)
+    assert kept is not None
+    assert kept.is_relative_to(state_dir())
+    assert json.loads(kept.read_text())["finding"]["cause"] == "rank_stopped"
+
+
+@pytest.mark.parametrize("name", [b"n\xff.hb", "ü.hb".encode(), b"a\nb.hb"])
+def test_a_name_of_any_bytes_is_read(far: Far, name: bytes) -> None:
+    folder = far.run_dir.heartbeats(KEY)
+    folder.mkdir(parents=True)
+    Path(os.fsdecode(os.fsencode(folder) + b"/" + name)).write_bytes(b"x")
+    seen = RunDir(mirrored(far.config, KEY).run_dir).heartbeats(KEY)
+    assert [os.fsencode(path.name) for path in seen.iterdir()] == [name]

@@ -194,7 +194,7 @@ def test_a_jump_host_is_gone_through_and_its_key_is_checked_too(site: Site, tmp_
         assert "Accepted publickey" in (jump.folder / "log").read_text()
         ssh.close()
         site.write(known=site.sshd.known_hosts_line, more="  ProxyJump jump\nInclude jump.conf\n")
-        assert "connecting to jump: its host key" in str(refusal(lambda: Ssh("login").run(["true"], timeout_s=10)))
+        assert "the host key of jump" in str(refusal(lambda: Ssh("login").run(["true"], timeout_s=10)))
     finally:
         jump.stop()
 

@@ -320,6 +320,25 @@ def test_a_start_that_was_lost_is_asked_for_again(bench: Bench) -> None:
     assert work.action.stage is ActionStage.DONE
 
 
+@pytest.mark.parametrize("minutes", [-5, 5])
+def test_a_clock_that_is_off_by_minutes_neither_repeats_a_start_nor_hides_that_it_was_lost(
+    bench: Bench, minutes: int
+) -> None:
+    bench.clock.now += 60 * minutes
+    work, replay = bench.requeue_of(RUNNING, COMPLETING, PENDING, LIFTED, LIFTED, AGAIN)
+    bench.carry_out(work)
+    assert (replay.asked, work.action.stage) == (["requeue", "start_now"], ActionStage.DONE)
+
+
+@pytest.mark.parametrize("minutes", [-5, 5])
+def test_a_lost_start_is_noticed_by_slurms_clock_alone(bench: Bench, minutes: int) -> None:
+    bench.clock.now += 60 * minutes
+    still = dataclasses.replace(PENDING)
+    work, replay = bench.requeue_of(PENDING, still, LIFTED, AGAIN)
+    bench.carry_out(work)
+    assert (replay.asked, work.action.stage) == (["start_now", "start_now"], ActionStage.DONE)
+
+
 def test_a_start_refused_by_a_revoked_credential_is_requeued_with_slurms_own_delay(bench: Bench) -> None:
     second = dataclasses.replace(PENDING, restart_count=2)
     work, replay = bench.requeue_of(REFUSED, REFUSED, second, stage=ActionStage.STARTED)

@@ -44,7 +44,10 @@ def test_a_node_that_the_job_cannot_do_without_is_not_excluded() -> None:
 def test_nodes_without_the_jobs_features_or_outside_its_reservation_do_not_count_as_left() -> None:
     h100 = {name: replace(node, features=("h100", "ib")) for name, node in NODES.items() if name != "n4"}
     assert choose(NODES | h100, Placement(features=frozenset({"h100"})), [], ["n1", "n2"], 2) == ["n1"]
-    held = NODES | {"n4": replace(NODES["n4"], reservation="big")}
+    named = replace(NODES["n4"], reservation="big")
+    for n4 in (named, NodeRecord("n4", "IDLE+RESERVED", ("train",)), NodeRecord("n4", "IDLE+MAINTENANCE", ("train",))):
+        assert choose(NODES | {"n4": n4}, TRAIN, [], ["n1", "n2"], 2) == ["n1"]
+    held = NODES | {"n4": named}
     assert choose(held, TRAIN, [], ["n1", "n2"], 2) == ["n1"]
     assert choose(held, replace(TRAIN, reservation="big"), [], ["n4", "n1"], 1) == ["n1"]
 

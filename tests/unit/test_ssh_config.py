@@ -10,7 +10,8 @@ from krea_runner.errors import ConfigError
 
 pytest.importorskip("paramiko", reason="paramiko is not installed: pip install 'krea-runner[ssh]'")
 
-from krea_runner.transport.ssh import read_config, remote_line, route, split_hop
+from krea_runner.transport.ssh import remote_line
+from krea_runner.transport.ssh_config import read_config, route, split_hop
 
 
 def load(tmp_path: Path, lines: str):
