@@ -27,6 +27,9 @@ KEPT_OURS = frozenset({"KREA_RUNNER_STATE_DIR", "KREA_RUNNER_SITE"})
 FOR_READING = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s", "TZ": "UTC0"}
 
 
+KILLED_S = 5.0
+
+
 @dataclass(frozen=True, slots=True)
 class Completed:
     argv: tuple[str, ...]
@@ -72,7 +75,11 @@ def run(
         timed_out = False
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
+        try:
+            out, err = process.communicate(timeout=KILLED_S)
+        except subprocess.TimeoutExpired:  # in uninterruptible sleep, on a dead file system
+            out, err = b"", b"killed, and still there"
+            process.returncode = -signal.SIGKILL
         timed_out = True
     return Completed(
         argv=tuple(argv),

@@ -131,7 +131,10 @@ def _cluster(name: str, *more: str) -> Iterator[SlurmCluster]:
     folder = Path(tempfile.gettempdir()) / f"krea-test-{name}-{os.getpid()}"
     where = ("--dir", str(folder))
     try:
-        dev_cluster("up", *where, "--nodes", str(NODES), "--port-base", str(free_ports()), *more)
+        base = free_ports()
+        # MASTER_PORT follows from the job's id, and all clusters are on this machine.
+        first = f"FirstJobId={1 + (base - 10000) // 200 * 2000 % 12000}"
+        dev_cluster("up", *where, "--nodes", str(NODES), "--port-base", str(base), "--conf", first, *more)
         yield SlurmCluster(folder)
     finally:
         dev_cluster("down", *where)
@@ -159,7 +162,7 @@ def free_port() -> int:
 def free_ports(count: int = 120) -> int:
     """The base of a range of ports in which nobody listens now, and which is this process's as long as it lives: several
     run tests at once."""
-    for base in range(20000, 32600, 200):  # below the ports that Linux gives to clients
+    for base in range(10000, 19900, 200):  # below what MASTER_PORT and Linux's clients may get
         claim = socket.socket()
         try:
             claim.bind(("127.0.0.1", base + 99))

@@ -2,6 +2,7 @@
 
 import contextlib
 import sqlite3
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,17 +56,17 @@ class Database:
         )
         sa.event.listen(self._engine, "connect", _on_connect)
         sa.event.listen(self._engine, "begin", _on_begin)
-        self._kept: sa.Connection | None = None
+        self._kept = threading.local()
 
     @contextlib.contextmanager
     def kept_open(self) -> Iterator[None]:
-        """All transactions in the block share one open file: opening it costs as much as a small read."""
+        """All transactions of this thread in the block share one open file: opening it costs as much as a small read."""
         with self._translated("opening"), self._engine.connect() as connection:
-            self._kept = connection
+            self._kept.connection = connection
             try:
                 yield
             finally:
-                self._kept = None
+                del self._kept.connection
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sa.Connection]:
@@ -78,8 +79,9 @@ class Database:
             yield connection
 
     def _connection(self, *, write: bool) -> contextlib.AbstractContextManager[sa.Connection]:
-        if self._kept is not None:
-            return contextlib.nullcontext(self._kept.execution_options(krea_write=write))
+        kept: sa.Connection | None = getattr(self._kept, "connection", None)
+        if kept is not None:
+            return contextlib.nullcontext(kept.execution_options(krea_write=write))
         return self._engine.connect().execution_options(krea_write=write)
 
     def migrate(self) -> None:

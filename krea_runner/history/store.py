@@ -132,13 +132,17 @@ class History:
                 return run
         raise NotFound(f"no run is called {reference!r}", hint="see what there is: krea-runner status")
 
-    def list_runs(self, *, user: str | None = None, states: Sequence[RunState] = ()) -> list[Run]:
+    def list_runs(
+        self, *, user: str | None = None, states: Sequence[RunState] = (), changed_since: float | None = None
+    ) -> list[Run]:
         """Oldest first; no `states` means all of them."""
         query = sa.select(runs).order_by(runs.c.run_id)
         if user is not None:
             query = query.where(runs.c.user == user)
         if states:
             query = query.where(runs.c.state.in_(list(states)))
+        if changed_since is not None:
+            query = query.where(runs.c.updated_at >= changed_since)
         with self._db.read() as connection:
             return [run_of(row) for row in connection.execute(query)]
 
@@ -152,8 +156,12 @@ class History:
     def set_run_state(self, run_id: int, state: RunState, reason: str, *, now: float) -> None:
         self._update_run(run_id, state=state, state_reason=reason, updated_at=now)
 
-    def set_submitted(self, run_id: int, job_id: str, *, now: float) -> None:
-        self._update_run(run_id, job_id=job_id, state=RunState.ACTIVE, state_reason="submitted", updated_at=now)
+    def set_submitted(self, run_id: int, job_id: str, *, now: float) -> bool:
+        """False, and nothing written, when the run is SUBMITTING no more: a person has stopped it meanwhile."""
+        values = {"job_id": job_id, "state": RunState.ACTIVE, "state_reason": "submitted", "updated_at": now}
+        with self._db.write() as connection:
+            query = sa.update(runs).where(runs.c.run_id == run_id, runs.c.state == RunState.SUBMITTING)
+            return connection.execute(query.values(values)).rowcount == 1
 
     def _update_run(self, run_id: int, **values: Any) -> None:
         with self._db.write() as connection:
@@ -369,12 +377,18 @@ class History:
         kind: ActionKind | None = None,
         tag: str | None = None,
         job_id: str | None = None,
+        run_state: RunState | None = None,
     ) -> Action:
         """`tag`, `job_id`: the run's new ones, when it is submitted again; the action keeps the job that it began with.
+        `run_state`: the run's new one, for which `detail` is the reason.
 
         Raises: LeaseLost.
         """
-        of_run = {name: value for name, value in (("tag", tag), ("job_id", job_id)) if value is not None}
+        of_run: dict[str, Any] = {
+            name: value for name, value in (("tag", tag), ("job_id", job_id), ("state", run_state)) if value is not None
+        }
+        if run_state is not None:
+            of_run["state_reason"] = detail
         with self._db.write() as connection:
             _check_lease(connection, lease)
             if of_run:
@@ -416,14 +430,19 @@ class History:
                 _insert_action(connection, run.run_id, None, ActionKind.CANCEL, run.job_id, 0, reason, by, now)
 
     def resume_run(self, run: Run, *, reason: str, by: str, now: float) -> None:
-        """A person lets a HELD run go on: the requeue is intended, the next tick carries it out."""
+        """A person lets a HELD run go on: the requeue is intended, the next tick carries it out.
+
+        Raises: HistoryError when it is not HELD any more.
+        """
         latest = self.latest_attempt(run.run_id)
         with self._db.write() as connection:
-            connection.execute(
+            held = connection.execute(
                 sa.update(runs)
                 .where(runs.c.run_id == run.run_id, runs.c.state == RunState.HELD)
                 .values(state=RunState.ACTIVE, state_reason=reason, updated_at=now)
-            )
+            ).rowcount
+            if not held:
+                raise HistoryError(f"{run.name!r} is not held any more", hint=f"krea-runner status {run.run_id}")
             if run.job_id is not None and latest is not None:
                 _insert_action(
                     connection, run.run_id, None, ActionKind.REQUEUE, run.job_id, latest.key.restart_count, reason, by, now

@@ -76,7 +76,8 @@ class Placement:
     def allows(self, node: NodeRecord) -> bool:
         return (
             (not self.partitions or not set(self.partitions).isdisjoint(node.partitions))
-            and (node.reservation in {"", self.reservation} if self.reservation else not node.is_reserved)
+            and node.is_reserved == bool(self.reservation)
+            and node.reservation in {"", self.reservation}
             and self.features.issubset(node.features)
         )
 

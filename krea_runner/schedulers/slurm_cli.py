@@ -231,7 +231,7 @@ class SlurmCli:
             return {}
         try:
             return answers(gone, [starts[-1] for starts in self._accounting(gone, last=True).values()])
-        except SchedulerUnavailable:
+        except SchedulerError:  # a refusal too: the other jobs have been seen
             if not found:
                 raise
             unseen = "not in squeue, and accounting does not answer"

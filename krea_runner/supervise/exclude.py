@@ -90,7 +90,12 @@ def choose(
     left = {name for name, node in nodes.items() if not node.is_out and placement.allows(node) and name not in own}
     chosen = []
     for name in wanted:
-        if name in nodes and name not in {*own, *placement.required} and len(left - {name}) >= min(gang, len(left)):
+        if (
+            left
+            and name in nodes
+            and name not in {*own, *placement.required}
+            and len(left - {name}) >= min(gang, len(left))
+        ):
             chosen.append(name)
             left.discard(name)
     return chosen

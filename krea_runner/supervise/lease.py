@@ -29,8 +29,9 @@ def take_leases(history: History, run_ids: Iterable[int], holder: str, now: floa
 
 
 def _is_dead_here(holder: str) -> bool:
-    host, pid, started = holder.rsplit(":", 2)
-    return host == socket.gethostname() and _started(int(pid)) != started
+    host, _, process = holder.partition(":")
+    pid, _, started = process.partition(":")
+    return host == socket.gethostname() and pid.isdigit() and _started(int(pid)) != started
 
 
 def _started(pid: int) -> str:

@@ -1,20 +1,23 @@
 """One pass of the supervisor over all runs of a user: observe → diagnose → decide → act, and one sentence a run."""
 
 import socket
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import traceback
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from krea_runner.clock import Clock
-from krea_runner.decide.decision import Case, decide
+from krea_runner.decide.decision import RESTARTS, Case, decide
 from krea_runner.diagnose.end import diagnose_end, end_of, exit_codes, is_held_by_slurm
 from krea_runner.diagnose.hang import judge_hang
-from krea_runner.errors import FilesUnavailable, HistoryUnavailable, SchedulerError
+from krea_runner.errors import ConfigError, FilesUnavailable, HistoryUnavailable, KreaRunnerError, SchedulerError
 from krea_runner.history.store import History, Lease, LeaseLost, TickRecord
 from krea_runner.model import (
     Attempt,
     AttemptKey,
     DecisionKind,
     Finding,
+    Incident,
     JobRecord,
     JobState,
     Run,
@@ -25,72 +28,26 @@ from krea_runner.model import (
     Watch,
 )
 from krea_runner.observe.snapshot import observe
-from krea_runner.schedulers import NodeRecord, Scheduler
+from krea_runner.schedulers import Scheduler
 from krea_runner.schedulers.nodelist import NodelistError, expand
-from krea_runner.supervise.act import Work, carry_out, is_the_runs_own
+from krea_runner.supervise.act import Work, carry_out, is_the_runs_own, refused_starts
 from krea_runner.supervise.attempts import action_for, closed, last_sign_mono, note_recovery, queue_line, updated
 from krea_runner.supervise.evidence import keep_evidence
 from krea_runner.supervise.lease import take_leases
+from krea_runner.supervise.submissions import LOST_SUBMISSION_S, end_ghosts, find_submission
+from krea_runner.supervise.supervisor import RunLine, Supervisor, TickReport
 from krea_runner.transport.mirror import looked_at_together
 
 # How long one tick may spend on carrying out actions; the rest is the next tick's.
 ACT_S = 20.0
-# A submission whose answer was lost is looked for this long before a person is asked.
-LOST_SUBMISSION_S = 600.0
 # A job that Slurm does not know (any more) may still have ranks somewhere: this long without a sign of them first.
 GONE_S = 60.0
-TAG_PREFIX = "krea_runner/"
 
 _STATE_AFTER = {
     DecisionKind.HOLD: RunState.HELD,
     DecisionKind.STOP: RunState.STOPPED,
     DecisionKind.DONE: RunState.DONE,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class RunLine:
-    """What one tick says of one run. `news`: something was decided or done, worth a line in a log."""
-
-    run: Run
-    text: str
-    news: bool = False
-    blind: bool = False
-
-
-@dataclass(slots=True)
-class TickReport:
-    lines: list[RunLine] = field(default_factory=list)
-    snapshots: list[Snapshot] = field(default_factory=list)
-    """Of the runs in which this tick found nothing wrong; the loop goes on watching these. Their attempts are put on record
-    together, when all have been looked at."""
-    error: HistoryUnavailable | None = None
-    """Set when the history could not be used: nothing was looked at, nothing was done."""
-
-    @property
-    def blind(self) -> str:
-        """Why this tick could not see, for the first run it could not see; empty when it saw all."""
-        if self.error is not None:
-            return str(self.error)
-        return next((f"{line.run.name}: {line.text}" for line in self.lines if line.blind), "")
-
-
-@dataclass(slots=True)
-class Supervisor:
-    """What a tick needs. `memory` keeps each attempt's watch between looks of the same process, finer than the history
-    does between ticks."""
-
-    history: History
-    open_scheduler: Callable[[str], Scheduler]
-    clock: Clock
-    user: str
-    holder: str
-    dry_run: bool = False
-    job_ids: list[str] = field(default_factory=list)
-    starts: dict[str, list[JobRecord]] | None = None
-    nodes: dict[str, NodeRecord] | None = None
-    """These three in the present tick, of one scheduler: what one question after another would ask is asked at once."""
-    memory: dict[int, Watch] = field(default_factory=dict)
 
 
 def tick(supervisor: Supervisor) -> TickReport:
@@ -107,7 +64,11 @@ def _tick(supervisor: Supervisor, history: History, clock: Clock) -> TickReport:
         for run in history.list_runs(user=supervisor.user, states=[s for s in RunState if s.is_supervised])
         + history.runs_with_open_actions(user=supervisor.user)
     }
-    for endpoint in sorted({run.config.endpoint for run in runs.values()}):
+    # A job of theirs may still come: a submission that was under way when they were stopped.
+    stopped = history.list_runs(
+        user=supervisor.user, states=[RunState.STOPPED], changed_since=clock.wall() - LOST_SUBMISSION_S
+    )
+    for endpoint in sorted({run.config.endpoint for run in [*runs.values(), *stopped]}):
         _tick_group(supervisor, endpoint, [run for run in runs.values() if run.config.endpoint == endpoint], report)
     if not supervisor.dry_run:
         history.record_tick(TickRecord(socket.gethostname(), supervisor.user, clock.wall(), report.blind))
@@ -133,14 +94,10 @@ def _tick_group(supervisor: Supervisor, endpoint: str, runs: list[Run], report: 
         jobs = scheduler.my_jobs(supervisor.job_ids)
         with looked_at_together(_present_attempts(ours, jobs)):
             for run in ours:
-                try:
-                    if run.run_id in under_way:
-                        line = RunLine(run, "an action is under way")
-                    else:
-                        line = _tick_run(supervisor, scheduler, run, jobs, leases[run.run_id], report)
-                except FilesUnavailable as error:
-                    line = RunLine(run, f"could not see: {error}", blind=True)
-                report.lines.append(line)
+                if run.run_id in under_way:
+                    report.lines.append(RunLine(run, "an action is under way"))
+                else:
+                    report.lines.append(_look_at(supervisor, scheduler, run, jobs, leases[run.run_id], report))
         if not supervisor.dry_run:
             _save_quiet(history, report, leases)
             intended = history.open_actions(leases)
@@ -148,19 +105,44 @@ def _tick_group(supervisor: Supervisor, endpoint: str, runs: list[Run], report: 
                 Work(run, scheduler, leases[run.run_id], intended[run.run_id]) for run in ours if run.run_id in intended
             ]
         carry_out(work, history, clock, deadline=clock.mono() + ACT_S)
-        report.lines += _end_ghosts(supervisor, scheduler, jobs)
-    except (SchedulerError, FilesUnavailable) as error:
+        report.lines += end_ghosts(supervisor, scheduler, jobs, just_replaced={item.action.job_id for item in work})
+    except (SchedulerError, FilesUnavailable, ConfigError) as error:
         settled = {line.run.run_id for line in report.lines} - {
             item.run.run_id for item in work if item.action.stage.is_open
         }
         unseen = [run for run in runs if run.run_id not in settled]
-        report.lines += [RunLine(run, f"could not see: {error}", blind=True) for run in unseen]
-    except LeaseLost as error:
-        report.lines.append(RunLine(runs[0], str(error)))
+        report.lines += [RunLine(run, _unseen(error), blind=True) for run in unseen]
     finally:
         report.lines += [RunLine(item.run, _action_line(item), news=True) for item in work]
         if not supervisor.dry_run:
             history.drop_leases(leases.values())
+
+
+def _look_at(
+    supervisor: Supervisor,
+    scheduler: Scheduler,
+    run: Run,
+    jobs: Mapping[str, JobRecord],
+    lease: Lease,
+    report: TickReport,
+) -> RunLine:
+    """What is wrong with one run, or with our own eyes for it, keeps nobody from looking at the others."""
+    try:
+        return _tick_run(supervisor, scheduler, run, jobs, lease, report)
+    except LeaseLost as error:
+        return RunLine(run, str(error))
+    except HistoryUnavailable:
+        raise
+    except KreaRunnerError as error:
+        return RunLine(run, _unseen(error), blind=True)
+    except Exception as error:  # noqa: BLE001
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        fault = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+        return RunLine(run, f"could not see, a fault of krea-runner itself: {fault}", blind=True)
+
+
+def _unseen(error: KreaRunnerError) -> str:
+    return f"could not see: {error}" + (f" ({error.hint})" if error.hint else "")
 
 
 def _present_attempts(runs: list[Run], jobs: Mapping[str, JobRecord]) -> list[tuple[RunConfig, AttemptKey]]:
@@ -182,7 +164,8 @@ def _action_line(item: Work) -> str:
         if not action.stage.is_open
         else f"under way ({action.stage.lower()}), the next tick goes on"
     )
-    return f"{action.kind.lower()} of job {action.job_id} {state}" + (f": {action.detail}" if action.detail else "")
+    said = "; ".join(filter(None, [action.detail, item.trouble]))
+    return f"{action.kind.lower()} of job {action.job_id} {state}" + (f": {said}" if said else "")
 
 
 # ------------------------------------------------------------------------------------------------------------ one run
@@ -198,7 +181,7 @@ def _tick_run(
 ) -> RunLine:
     history = supervisor.history
     if run.state is RunState.SUBMITTING:
-        return _find_submission(supervisor, run, jobs)
+        return find_submission(supervisor, run, jobs)
     if not run.state.is_supervised:
         return RunLine(run, f"{run.state.lower()}: {run.state_reason}")
     job = jobs.get(run.job_id) if run.job_id else None
@@ -256,12 +239,22 @@ def _save_quiet(history: History, report: TickReport, runs: Container[int]) -> N
     history.save_observations(*((one.attempt, one.watch) for one in quiet if one.attempt is not None))
 
 
-def _handle(supervisor: Supervisor, snapshot: Snapshot, attempt: Attempt, finding: Finding, lease: Lease) -> RunLine:
-    """Decide about a failure and commit it; the action is carried out once all runs have been looked at."""
+def _handle(
+    supervisor: Supervisor,
+    snapshot: Snapshot,
+    attempt: Attempt,
+    finding: Finding,
+    lease: Lease,
+    *,
+    may_act: bool = True,
+) -> RunLine:
+    """Decide about a failure and commit it; the action is carried out once all runs have been looked at. Without `may_act` it
+    is only put on record: the job has been started again, and ended again, since."""
     history, run = supervisor.history, snapshot.run
     earlier = history.incidents(run_id=run.run_id)
-    if any(incident.attempt == attempt.key for incident in earlier):
-        return RunLine(run, f"{finding.summary}; on record, waiting for what was decided")
+    on_record = next((incident for incident in earlier if incident.attempt == attempt.key), None)
+    if on_record is not None:
+        return _on_record(supervisor, snapshot, on_record)
     newest = snapshot.checkpoints.newest
     checkpoint_step = newest.step if newest else None
     job = snapshot.job
@@ -282,7 +275,7 @@ def _handle(supervisor: Supervisor, snapshot: Snapshot, attempt: Attempt, findin
     line = RunLine(run, f"{finding.summary} → {decision.kind}: {decision.reason}", news=True)
     if supervisor.dry_run:
         return line
-    kind = action_for(decision, finding, back=back, held=held)
+    kind = action_for(decision, finding, back=back, held=held) if may_act else None
     history.record_incident(
         lease,
         attempt,
@@ -290,28 +283,23 @@ def _handle(supervisor: Supervisor, snapshot: Snapshot, attempt: Attempt, findin
         decision,
         checkpoint_step=checkpoint_step,
         now=supervisor.clock.wall(),
-        run_state=_STATE_AFTER.get(decision.kind),
+        run_state=_STATE_AFTER.get(decision.kind) if may_act else None,
         action=None if kind is None else (kind, attempt.key.restart_count),
     )
     keep_evidence(snapshot, finding)
     return line
 
 
-def _find_submission(supervisor: Supervisor, run: Run, jobs: Mapping[str, JobRecord]) -> RunLine:
-    """The answer to the submission was lost: the job carries our tag, if it exists."""
-    found = [job for job in jobs.values() if job.comment == run.tag]
-    now = supervisor.clock.wall()
-    if found:
-        newest = max(found, key=lambda job: job.submitted_at or 0.0)
-        if not supervisor.dry_run:
-            supervisor.history.set_submitted(run.run_id, newest.job_id, now=now)
-        return RunLine(run, f"found its job {newest.job_id} by its tag", news=True)
-    if now - run.created_at < LOST_SUBMISSION_S:
-        return RunLine(run, "submitted, no job id yet: looking for its tag", blind=True)
-    why = "its submission never reached the scheduler"
-    if not supervisor.dry_run:
-        supervisor.history.set_run_state(run.run_id, RunState.STOPPED, why, now=now)
-    return RunLine(run, f"{why}; submit it again", news=True)
+def _on_record(supervisor: Supervisor, snapshot: Snapshot, incident: Incident) -> RunLine:
+    """What was decided is being waited for, or never came about: then a person is asked, not each tick told the same."""
+    run, decision = snapshot.run, incident.decision
+    text = f"{incident.finding.summary}; on record, decided: {decision.kind} ({decision.reason})"
+    ended = snapshot.job is None or snapshot.job.state.is_ended
+    if not ended or decision.kind not in RESTARTS or supervisor.dry_run:
+        return RunLine(run, text)
+    why = f"the {decision.kind} that was decided never came about. Look at the job, then: krea-runner resume {run.config.slug}"
+    supervisor.history.set_run_state(run.run_id, RunState.HELD, why, now=snapshot.wall_at)
+    return RunLine(run, f"{text}; held: {why}", news=True)
 
 
 def _job_gone(supervisor: Supervisor, run: Run, attempt: Attempt | None, lease: Lease) -> RunLine:
@@ -341,24 +329,6 @@ def _job_gone(supervisor: Supervisor, run: Run, attempt: Attempt | None, lease: 
         ended = closed(attempt, snapshot, finding)
         supervisor.history.save_observations((ended, snapshot.watch))
     return line
-
-
-def _end_ghosts(supervisor: Supervisor, scheduler: Scheduler, jobs: Mapping[str, JobRecord]) -> list[RunLine]:
-    """Never two live attempts of one run: a submission whose answer was lost may be carried out much later, when the run has
-    long been submitted again (a stopped controller does that, 22.05.8)."""
-    lines = []
-    for job in jobs.values():
-        if not job.comment.startswith(TAG_PREFIX) or job.state.is_ended or job.state is JobState.UNKNOWN:
-            continue
-        run = supervisor.history.run_tagged(job.comment.partition(".")[0])
-        if run is None or run.job_id in {None, job.job_id} or supervisor.history.open_action(run.run_id) is not None:
-            continue
-        if not supervisor.dry_run:
-            scheduler.cancel(job.job_id)
-        lines.append(
-            RunLine(run, f"job {job.job_id} is a second job of this run (it has {run.job_id}): cancelled", news=True)
-        )
-    return lines
 
 
 # ----------------------------------------------------------------------------------------------------------- attempts
@@ -408,20 +378,24 @@ def _settle_past(
     past = [AttemptKey(job.job_id, count) for count in range(first, job.restart_count)]
     unsettled = [key for key in past if key not in known or known[key].ended_at is None]
     recorded = {incident.attempt for incident in history.incidents(run_id=run.run_id)} if unsettled else set()
+    refused = refused_starts(history.actions(run.run_id)) if unsettled else set()
     line = None
     for key in unsettled:
         count = key.restart_count
         attempt = known.get(key) or history.add_attempt(run.run_id, key, now=supervisor.clock.wall())
         snapshot = observe(run, job, attempt, None, supervisor.clock)
         snapshot = replace(snapshot, accounted=_accounted(supervisor, scheduler, key), watch=None)
-        if key in recorded:  # ended by us: a hang
+        if key in refused:
+            ended = replace(closed(attempt, snapshot, None), end_state=JobState.LAUNCH_FAILED, ended_by="slurm")
+        elif key in recorded:  # ended by us: a hang
             ended = replace(closed(attempt, snapshot, None), end_state=JobState.REQUEUED, ended_by="krea-runner")
         else:
             finding = _diagnose(supervisor, scheduler, snapshot)
             ended = closed(attempt, snapshot, finding)
             if finding is not None:
                 last = replace(job, restart_count=count + 1) if count + 1 < job.restart_count else job
-                line = _handle(supervisor, replace(snapshot, job=last), ended, finding, lease)
+                latest = key == past[-1]
+                line = _handle(supervisor, replace(snapshot, job=last), ended, finding, lease, may_act=latest)
         history.save_observations((ended, history.watch(attempt.attempt_id)))
     return line
 

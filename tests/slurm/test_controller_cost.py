@@ -15,7 +15,8 @@ from krea_runner.history.store import History, open_history
 from krea_runner.model import DecisionKind, JobState, RunConfig, RunState
 from krea_runner.proc import run
 from krea_runner.schedulers.slurm_cli import SlurmCli
-from krea_runner.supervise.tick import Supervisor, tick
+from krea_runner.supervise.supervisor import Supervisor
+from krea_runner.supervise.tick import tick
 from tests.conftest import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]

@@ -23,7 +23,8 @@ from krea_runner.launch.submit import submit
 from krea_runner.model import CheckpointSpec, Gang, JobRecord, RunConfig, RunState
 from krea_runner.proc import run
 from krea_runner.schedulers.slurm_cli import SlurmCli
-from krea_runner.supervise.tick import Supervisor, tick
+from krea_runner.supervise.supervisor import Supervisor
+from krea_runner.supervise.tick import tick
 from tests.conftest import dev_cluster, free_ports, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]

@@ -14,7 +14,8 @@ from krea_runner.history.store import History, open_history
 from krea_runner.model import AttemptKey, DecisionKind, JobRecord, JobState, Policy, RunState, Symptom
 from krea_runner.rundir import RunDir
 from krea_runner.schedulers import NodeRecord
-from krea_runner.supervise.tick import Supervisor, TickReport, look, tick
+from krea_runner.supervise.supervisor import Supervisor, TickReport
+from krea_runner.supervise.tick import look, tick
 
 from .conftest import FakeClock, make_config
 
@@ -411,7 +412,7 @@ def test_a_second_job_of_a_run_is_cancelled(desk: Desk) -> None:
     desk.says.cancel = lambda job_id: desk.says.asked.append(f"cancel {job_id}")
     report = desk.tick(dataclasses.replace(RUNNING, comment=f"{tag}.2"))
     assert desk.says.asked == ["cancel 6"]
-    assert any("second job of this run" in line.text for line in report.lines)
+    assert any("job 6 is not the job of this run" in line.text for line in report.lines)
 
 
 def test_a_job_that_vanished_from_the_queue_is_held_for_a_person(desk: Desk) -> None:
