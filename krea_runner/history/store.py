@@ -153,8 +153,14 @@ class History:
             row = connection.execute(query).one_or_none()
         return None if row is None else run_of(row)
 
-    def set_run_state(self, run_id: int, state: RunState, reason: str, *, now: float) -> None:
-        self._update_run(run_id, state=state, state_reason=reason, updated_at=now)
+    def set_run_state(
+        self, run_id: int, state: RunState, reason: str, *, now: float, was: RunState | None = None
+    ) -> None:
+        """With `was`, nothing is written unless that is its state."""
+        query = sa.update(runs).where(runs.c.run_id == run_id)
+        query = query if was is None else query.where(runs.c.state == was)
+        with self._db.write() as connection:
+            connection.execute(query.values(state=state, state_reason=reason, updated_at=now))
 
     def set_submitted(self, run_id: int, job_id: str, *, now: float) -> bool:
         """False, and nothing written, when the run is SUBMITTING no more: a person has stopped it meanwhile."""
@@ -260,7 +266,10 @@ class History:
         if stored is None:
             return None
         values = json.loads(stored)
-        return Watch(**values | {"ranks": tuple(RankWatch(**rank) for rank in values["ranks"])})
+        try:
+            return Watch(**values | {"ranks": tuple(RankWatch(**rank) for rank in values["ranks"])})
+        except TypeError:  # another version's: its clocks are begun afresh
+            return None
 
     # --------------------------------------------------------------------------------------------------- incidents
 

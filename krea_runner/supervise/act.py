@@ -38,10 +38,11 @@ SAME_SUBMIT_S = 2.0
 # What Slurm still says of a job whose start time was just lifted; any other reason (Resources, Priority, ...) means that
 # our part is done and the queue decides.
 _ABOUT_TO_START = frozenset({"", "None", "BeginTime"})
-# After this long without the tag among the user's jobs, a submission is taken for lost: sbatch gives up after 60 s.
+# After this long of answers without the tag among the user's jobs, a submission is taken for lost: sbatch gives up after 60 s.
 SUBMIT_AGAIN_S = 90.0
 # Slurm shows a release at once.
 HELD_S = 10.0
+LOOKED = "its tag is on none of your jobs yet"
 CANCEL_SENT = "cancel of the old job sent"
 SLOW = "start refused by a revoked credential; requeued again, with Slurm's own delay"
 
@@ -313,8 +314,11 @@ def _resubmit(work: Work, history: History, clock: Clock) -> None:
         found = work.scheduler.find_by_tag(work.run.tag)
         if found:
             _take_new_job(work, history, clock, found[0].job_id)
+        elif LOOKED not in work.action.detail:  # the time counts from the first answer without it
+            _advance(work, history, clock, ActionStage.REQUESTED, _joined(work.action.detail, LOOKED))
+            work.parked = True
         elif clock.wall() - work.action.updated_at > SUBMIT_AGAIN_S:
-            _advance(work, history, clock, ActionStage.REQUESTED, work.action.detail)  # the time counts from here
+            _advance(work, history, clock, ActionStage.REQUESTED, _without_looked(work.action.detail))
             _submit(work, history, clock)
         else:
             work.parked = True
@@ -363,7 +367,7 @@ def _submit(work: Work, history: History, clock: Clock) -> None:
 
 
 def _take_new_job(work: Work, history: History, clock: Clock, job_id: str, said: str = "") -> None:
-    detail = _joined(work.action.detail, f"job {job_id}", said)
+    detail = _joined(_without_looked(work.action.detail), f"job {job_id}", said)
     _advance(work, history, clock, ActionStage.DONE, detail, job_id=job_id)
 
 
@@ -410,6 +414,10 @@ _STEPS: dict[ActionKind, Callable[[Work, History, Clock], None]] = {
 
 
 # ------------------------------------------------------------------------------------------------------------- shared
+
+
+def _without_looked(detail: str) -> str:
+    return _joined(*(part for part in detail.split("; ") if part != LOOKED))
 
 
 def _joined(*parts: str) -> str:

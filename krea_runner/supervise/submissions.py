@@ -8,6 +8,7 @@ from krea_runner.supervise.supervisor import RunLine, Supervisor
 
 # Looked for this long before a person is asked, and before a stopped run is no more looked after.
 LOST_SUBMISSION_S = 600.0
+_LOOKING = "submitted, no job id yet"
 TAG_PREFIX = "krea_runner/"
 
 
@@ -20,11 +21,16 @@ def find_submission(supervisor: Supervisor, run: Run, jobs: Mapping[str, JobReco
         if not supervisor.dry_run and not supervisor.history.set_submitted(run.run_id, newest.job_id, now=now):
             return RunLine(run, "stopped while its job was looked for")  # which the next tick ends
         return RunLine(run, f"found its job {newest.job_id} by its tag", news=True)
-    if now - run.created_at < LOST_SUBMISSION_S:
-        return RunLine(run, "submitted, no job id yet: looking for its tag", blind=True)
+    looking = RunLine(run, f"{_LOOKING}: looking for its tag", blind=True)
+    if run.state_reason != _LOOKING:  # the time counts from the first answer without it: before, nobody could see
+        if not supervisor.dry_run:
+            supervisor.history.set_run_state(run.run_id, run.state, _LOOKING, now=now, was=run.state)
+        return looking
+    if now - run.updated_at < LOST_SUBMISSION_S:
+        return looking
     why = "its submission never reached the scheduler"
     if not supervisor.dry_run:
-        supervisor.history.set_run_state(run.run_id, RunState.STOPPED, why, now=now)
+        supervisor.history.set_run_state(run.run_id, RunState.STOPPED, why, now=now, was=run.state)
     return RunLine(run, f"{why}; submit it again", news=True)
 
 

@@ -13,6 +13,7 @@ from krea_runner.diagnose.hang import judge_hang
 from krea_runner.errors import ConfigError, FilesUnavailable, HistoryUnavailable, KreaRunnerError, SchedulerError
 from krea_runner.history.store import History, Lease, LeaseLost, TickRecord
 from krea_runner.model import (
+    ActionStage,
     Attempt,
     AttemptKey,
     DecisionKind,
@@ -30,7 +31,7 @@ from krea_runner.model import (
 from krea_runner.observe.snapshot import observe
 from krea_runner.schedulers import Scheduler
 from krea_runner.schedulers.nodelist import NodelistError, expand
-from krea_runner.supervise.act import Work, carry_out, is_the_runs_own, refused_starts
+from krea_runner.supervise.act import SAME_SUBMIT_S, Work, carry_out, is_the_runs_own, refused_starts
 from krea_runner.supervise.attempts import action_for, closed, last_sign_mono, note_recovery, queue_line, updated
 from krea_runner.supervise.evidence import keep_evidence
 from krea_runner.supervise.lease import take_leases
@@ -205,7 +206,7 @@ def _tick_run(
     attempt, before = _attempt_of(supervisor, run, job, known)
     snapshot = observe(run, job, attempt, _remembered(supervisor, attempt), supervisor.clock)
     if job.state.is_ended:
-        snapshot = replace(snapshot, accounted=_accounted(supervisor, scheduler, attempt.key))
+        snapshot = replace(snapshot, accounted=_accounted(supervisor, scheduler, attempt.key, known))
     finding = _diagnose(supervisor, scheduler, snapshot)
     attempt = updated(attempt, snapshot, finding)
     snapshot = replace(snapshot, attempt=attempt)
@@ -378,17 +379,20 @@ def _settle_past(
     past = [AttemptKey(job.job_id, count) for count in range(first, job.restart_count)]
     unsettled = [key for key in past if key not in known or known[key].ended_at is None]
     recorded = {incident.attempt for incident in history.incidents(run_id=run.run_id)} if unsettled else set()
-    refused = refused_starts(history.actions(run.run_id)) if unsettled else set()
+    ours = [one for one in history.actions(run.run_id) if one.job_id == job.job_id] if unsettled else []
+    carried_out = [one for one in ours if one.stage in {ActionStage.STARTED, ActionStage.DONE}]
+    refused = refused_starts(ours)
     line = None
     for key in unsettled:
         count = key.restart_count
         attempt = known.get(key) or history.add_attempt(run.run_id, key, now=supervisor.clock.wall())
         snapshot = observe(run, job, attempt, None, supervisor.clock)
-        snapshot = replace(snapshot, accounted=_accounted(supervisor, scheduler, key), watch=None)
+        snapshot = replace(snapshot, accounted=_accounted(supervisor, scheduler, key, attempts), watch=None)
         if key in refused:
             ended = replace(closed(attempt, snapshot, None), end_state=JobState.LAUNCH_FAILED, ended_by="slurm")
-        elif key in recorded:  # ended by us: a hang
-            ended = replace(closed(attempt, snapshot, None), end_state=JobState.REQUEUED, ended_by="krea-runner")
+        elif key in recorded:  # a hang, ended by us unless somebody was faster
+            by = "krea-runner" if any(one.restart_count == count for one in carried_out) else ""
+            ended = replace(closed(attempt, snapshot, None), end_state=JobState.REQUEUED, ended_by=by)
         else:
             finding = _diagnose(supervisor, scheduler, snapshot)
             ended = closed(attempt, snapshot, finding)
@@ -416,7 +420,9 @@ def _diagnose(supervisor: Supervisor, scheduler: Scheduler, snapshot: Snapshot) 
     return diagnose_end(replace(snapshot, down_nodes=down))
 
 
-def _accounted(supervisor: Supervisor, scheduler: Scheduler, key: AttemptKey) -> JobRecord | None:
+def _accounted(
+    supervisor: Supervisor, scheduler: Scheduler, key: AttemptKey, known: Sequence[Attempt]
+) -> JobRecord | None:
     """Accounting's row of an attempt that has ended. It is a witness, not a condition: without its answer the rest is judged
     alone. It is asked once a tick, for all jobs."""
     if supervisor.starts is None:
@@ -425,6 +431,11 @@ def _accounted(supervisor: Supervisor, scheduler: Scheduler, key: AttemptKey) ->
         except SchedulerError:
             supervisor.starts = {}
     starts = supervisor.starts.get(key.job_id, [])
+    first = next((attempt for attempt in known if attempt.key == AttemptKey(key.job_id)), None)
+    if first is not None and first.submitted_at is not None:  # what was submitted before is another job, of the same id
+        since = first.submitted_at - SAME_SUBMIT_S
+        own = [start for start in starts if start.submitted_at is None or start.submitted_at >= since]
+        starts = [replace(start, restart_count=count) for count, start in enumerate(own)] if own != starts else starts
     return next((start for start in starts if start.restart_count == key.restart_count), None)
 
 

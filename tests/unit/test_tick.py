@@ -280,14 +280,6 @@ def test_a_lost_submission_is_found_by_its_tag(desk: Desk, tmp_path: Path) -> No
     assert (desk.state, desk.history.run(desk.run_id).job_id) == (RunState.ACTIVE, "7")
 
 
-def test_a_submission_that_never_arrived_is_given_up(desk: Desk) -> None:
-    desk.history.set_run_state(desk.run_id, RunState.SUBMITTING, "", now=0)
-    desk.history._update_run(desk.run_id, job_id=None)
-    desk.clock.sleep(700)
-    desk.tick(None)
-    assert desk.state is RunState.STOPPED
-
-
 def test_a_held_run_resumes_when_a_person_says_so(desk: Desk) -> None:
     desk.tick(ended(JobState.FAILED, exit_code=93))
     assert (desk.state, desk.says.asked) == (RunState.HELD, [])
