@@ -205,7 +205,9 @@ def _supervisor(history: "History", runs: "list[Run]") -> Iterator[Check]:
     from krea_runner.report.words import ago, one_line
 
     user, now = context.current_user(), time.time()
-    tick = next((tick for tick in history.last_ticks() if tick.user == user), None)
+    from krea_runner.history.ticks import last_ticks
+
+    tick = next((tick for tick in last_ticks(history) if tick.user == user), None)
     watched = tick is not None and now - tick.at < UNWATCHED_S
     needed = f"{len(runs)} active run{'s' * (len(runs) != 1)}"
     hint = f"krea-runner supervise --every 10s, or with crontab -e: {_cron_line()}"

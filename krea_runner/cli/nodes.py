@@ -9,6 +9,7 @@ from krea_runner.errors import ConfigError, KreaRunnerError, MayNotDrain, NotFou
 
 if TYPE_CHECKING:
     from krea_runner.history.exclusions import Exclusion
+    from krea_runner.model import Run
     from krea_runner.schedulers import NodeRecord, Scheduler
 
 app = typer.Typer(rich_markup_mode=None)
@@ -20,7 +21,15 @@ AllRuns = Annotated[bool, typer.Option("--all", help="For all of your runs.")]
 Reason = Annotated[str, typer.Option("--reason", help="Why; shown to whoever asks.")]
 For = Annotated[str, typer.Option("--for", metavar="TIME", help="How long, e.g. 12h or 2d.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done; change nothing.")]
-Kind = Annotated[str, typer.Option("--scheduler", help="slurm or local.")]
+
+
+def _known_kind(kind: str) -> str:
+    if kind.partition("@")[0] not in {"slurm", "local"}:
+        raise typer.BadParameter(f"{kind!r} is none of: slurm, local, slurm@HOST")
+    return kind
+
+
+Kind = Annotated[str, typer.Option("--scheduler", help="slurm, local, or slurm@HOST.", callback=_known_kind)]
 
 
 @app.callback(invoke_without_command=True)
@@ -82,7 +91,10 @@ def exclude(
     found = None if run is None else history.find_run(run, user=user)
     text = f"{fold(names)} for {lasts} from " + ("all your runs" if found is None else repr(found.name))
     if found is not None:
-        _check_known(context.scheduler(found.config.scheduler), names)
+        endpoints = {found.config.endpoint}
+    else:
+        endpoints = {run.config.endpoint for run in _live(history, user)} or {"slurm"}
+    _check_known([context.scheduler(endpoint) for endpoint in sorted(endpoints)], names)
     if dry_run:
         typer.echo(f"would exclude {text}")
         return
@@ -189,8 +201,8 @@ def _seconds(text: str) -> float:
         raise ConfigError(f"--for {text!r}: {error}") from None
 
 
-def _check_known(scheduler: "Scheduler", names: Sequence[str]) -> None:
-    known = scheduler.nodes(names)
+def _check_known(schedulers: "Sequence[Scheduler]", names: Sequence[str]) -> None:
+    known = {name for scheduler in schedulers for name in scheduler.nodes(names)}
     if unknown := [name for name in names if name not in known]:
         raise NotFound(f"there is no node {unknown[0]!r}", hint="the nodes: sinfo -N")
 
@@ -207,13 +219,18 @@ def _exclude(names: Sequence[str], run_id: int | None, reason: str, seconds: flo
     )  # fmt: skip
 
 
+def _live(history: Any, user: str) -> "list[Run]":
+    from krea_runner.model import RunState
+
+    runs: list[Run] = history.list_runs(user=user, states=[RunState.SUBMITTING, RunState.ACTIVE, RunState.HELD])
+    return runs
+
+
 def _used(history: Any, user: str, kind: str) -> list[str]:
     """The nodes of the last attempt of each run that is not over."""
-    from krea_runner.model import RunState
     from krea_runner.schedulers.nodelist import expand
 
-    runs = history.list_runs(user=user, states=[RunState.SUBMITTING, RunState.ACTIVE, RunState.HELD])
-    latest = [history.latest_attempt(run.run_id) for run in runs if run.config.scheduler == kind]
+    latest = [history.latest_attempt(run.run_id) for run in _live(history, user) if run.config.endpoint == kind]
     return [name for attempt in latest if attempt is not None for name in expand(attempt.nodelist)]
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from krea_runner.history.store import History, TickRecord
+    from krea_runner.history.store import History
+    from krea_runner.history.ticks import TickRecord
     from krea_runner.model import Incident, JobRecord, Run
     from krea_runner.report.status import RunView
 
@@ -49,7 +50,9 @@ def status(
         runs = history.list_runs(user=user)
         shown = runs if show_all else _of_interest(runs, clock.wall())
         looked = look(history, sorted(shown, key=_urgency), clock)
-    tick = next((tick for tick in history.last_ticks() if tick.user == user), None) if history else None
+    from krea_runner.history.ticks import last_ticks
+
+    tick = next((tick for tick in last_ticks(history) if tick.user == user), None) if history else None
     now = clock.wall()
     caption = supervisor_line(tick, now)
     if as_json:

@@ -33,9 +33,12 @@ def submit(
     from krea_runner.config import load_run
     from krea_runner.launch.render import render
     from krea_runner.launch.submit import submit as submit_run
+    from krea_runner.model import SCHEDULERS
     from krea_runner.report.words import reference
 
     config = load_run(run_toml)
+    if scheduler not in {None, *SCHEDULERS}:
+        raise typer.BadParameter(f"{scheduler!r} is none of: {', '.join(SCHEDULERS)}", param_hint="--scheduler")
     if scheduler is not None:
         config = replace(config, scheduler=scheduler, transport=config.transport if scheduler == "slurm" else "local")
     if dry_run:

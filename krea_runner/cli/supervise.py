@@ -34,6 +34,7 @@ def supervise(
     from krea_runner.cli import context
     from krea_runner.config.durations import parse_duration
     from krea_runner.errors import ConfigError
+    from krea_runner.history.ticks import last_ticks
     from krea_runner.supervise.loop import run_loop
 
     if once and (every or duration):
@@ -48,7 +49,7 @@ def supervise(
     supervisor = context.supervisor(dry_run=dry_run)
     printer = _Printer(
         verbose=verbose or dry_run or (once and sys.stdout.isatty()),
-        already_said={tick.blind for tick in supervisor.history.last_ticks() if tick.blind},
+        already_said={tick.blind for tick in last_ticks(supervisor.history) if tick.blind},
     )
     try:
         report = run_loop(supervisor, every_s=every_s, for_s=for_s, emit=printer.emit)

@@ -1,6 +1,7 @@
 """Opening history.db: transactions, migrations, and every way SQLite says no turned into our own errors."""
 
 import contextlib
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -162,6 +163,8 @@ def open_history_file(state_dir: Path) -> Database:
             f"making the state directory {state_dir}: {error.strerror}",
             hint="make it, or name another place: export KREA_RUNNER_STATE_DIR=/path/you/may/write",
         ) from error
+    with contextlib.suppress(OSError):  # said below, as SQLite says it
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # run.toml's [env] is in it
     database = Database(path)
     database.migrate()
     return database

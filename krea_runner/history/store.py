@@ -4,6 +4,7 @@ A quiet tick, `status` and `history` all come through here; nothing else speaks 
 """
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ from krea_runner.config import config_to_json
 from krea_runner.errors import HistoryError, NotFound
 from krea_runner.history.database import Database, open_history_file
 from krea_runner.history.rows import action_of, attempt_of, incident_of, run_of
-from krea_runner.history.schema import actions, attempts, incidents, runs, ticks
+from krea_runner.history.schema import actions, attempts, incidents, runs
 from krea_runner.model import (
     Action,
     ActionKind,
@@ -51,15 +52,6 @@ class LeaseLost(HistoryError):
     transient = True
 
 
-@dataclass(frozen=True, slots=True)
-class TickRecord:
-    host: str
-    user: str
-    at: float
-    blind: str
-    """Why that tick could not see; empty when it could."""
-
-
 def open_history(state_dir: Path) -> "History":
     """Raises: HistoryUnavailable, HistoryError, SchemaTooNew."""
     return History(open_history_file(state_dir))
@@ -75,7 +67,7 @@ class History:
 
     @property
     def database(self) -> Database:
-        """For the modules beside this one: exclusions.py."""
+        """For the modules beside this one: exclusions.py, ticks.py."""
         return self._db
 
     def kept_open(self) -> AbstractContextManager[None]:
@@ -87,11 +79,21 @@ class History:
     def create_run(self, config: RunConfig, *, user: str, tag: str, now: float) -> Run:
         """Record the intent to submit (SUBMITTING). Raises: HistoryError when the directory has a live run already."""
         values = {
-            "name": config.name, "user": user, "run_dir": str(config.run_dir), "config": config_to_json(config),
+            "name": config.name, "user": user, "run_dir": os.path.realpath(config.run_dir), "config": config_to_json(config),
             "state": RunState.SUBMITTING, "state_reason": "", "tag": tag, "created_at": now, "updated_at": now,
         }  # fmt: skip
+        ending = (
+            sa.select(actions.c.job_id)
+            .join(runs, runs.c.run_id == actions.c.run_id)
+            .where(runs.c.run_dir == values["run_dir"], actions.c.stage.not_in([ActionStage.DONE, ActionStage.FAILED]))
+        )
         try:
             with self._db.write() as connection:
+                if (job_id := connection.execute(ending).scalars().first()) is not None:
+                    raise HistoryError(
+                        f"job {job_id} of the last run in {config.run_dir} is still to be ended",
+                        hint="one tick does it: krea-runner supervise --once",
+                    )
                 result = connection.execute(sa.insert(runs).values(values))
                 run_id = int(result.inserted_primary_key[0])  # type: ignore[index]
         except IntegrityError:
@@ -456,19 +458,6 @@ class History:
                 _insert_action(
                     connection, run.run_id, None, ActionKind.REQUEUE, run.job_id, latest.key.restart_count, reason, by, now
                 )  # fmt: skip
-
-    # ------------------------------------------------------------------------------------------------------- ticks
-
-    def record_tick(self, tick: TickRecord) -> None:
-        with self._db.write() as connection:
-            connection.execute(sa.delete(ticks).where(ticks.c.host == tick.host, ticks.c.user == tick.user))
-            connection.execute(sa.insert(ticks).values(asdict(tick)))
-
-    def last_ticks(self) -> list[TickRecord]:
-        """Newest first, one a host and user."""
-        with self._db.read() as connection:
-            rows = connection.execute(sa.select(ticks).order_by(ticks.c.at.desc()))
-            return [TickRecord(**row._mapping) for row in rows]
 
 
 def _check_lease(connection: sa.Connection, lease: Lease) -> None:

@@ -122,7 +122,8 @@ def config_of(job: JobDescription, record: JobRecord, given: Given, user: str) -
 
 def known_run(history: History, job_id: str, user: str) -> Run | None:
     """The live run that has this job already."""
-    return next((run for run in history.list_runs(user=user, states=LIVE) if run.job_id == job_id), None)
+    live = history.list_runs(user=user, states=LIVE)
+    return next((run for run in live if (run.job_id, run.config.endpoint) == (job_id, "slurm")), None)
 
 
 def adopt(config: RunConfig, job_id: str, *, history: History, user: str, clock: Clock) -> Run:

@@ -76,10 +76,10 @@ def prepare(config: RunConfig, source: Path | bytes) -> Path:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all."""
+    """Whole or not at all, and for nobody else to read: [env] may hold keys."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with partial.open("wb") as file:
+        with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -110,7 +110,7 @@ def _queue(config: RunConfig, source: bytes, delayed: DelayedSubmission, folder:
         config,
         source,
         history=open_history(state_dir()),
-        scheduler=open_scheduler(config.scheduler, state_dir=state_dir()),
+        scheduler=open_scheduler(config.endpoint, state_dir=state_dir()),
         user=_user(),
         clock=SystemClock(),
     )
@@ -216,7 +216,7 @@ class KreaJob(core.Job[R]):
             return
         open_history(state_dir()).stop_run(run, reason="stopped through submitit", by=_user(), now=time.time())
         if run.job_id is not None:
-            open_scheduler(run.config.scheduler, state_dir=state_dir()).cancel(run.job_id)
+            open_scheduler(run.config.endpoint, state_dir=state_dir()).cancel(run.job_id)
 
     def submission(self) -> DelayedSubmission:
         """The function and its arguments, as the next attempt would begin."""
@@ -302,13 +302,16 @@ class KreaInfoWatcher(core.InfoWatcher):
         self._last_status_check = time.time()
         try:
             runs = {key: run for key, run in _runs().items() if key in self._registered}
-            job_ids = [run.job_id for run in runs.values() if run.job_id]
-            jobs = open_scheduler(self.scheduler, state_dir=state_dir()).jobs(job_ids)
+            jobs: dict[tuple[str, str], JobRecord] = {}
+            for endpoint in sorted({run.config.endpoint for run in runs.values()}):
+                job_ids = [run.job_id for run in runs.values() if run.job_id and run.config.endpoint == endpoint]
+                found = open_scheduler(endpoint, state_dir=state_dir()).jobs(job_ids)
+                jobs |= {(endpoint, job_id): job for job_id, job in found.items()}
         except KreaRunnerError as error:
             get_logger().warning(f"could not see, what is known stays: {error}")
             return
         for key, run in runs.items():
-            job = jobs.get(run.job_id or "")
+            job = jobs.get((run.config.endpoint, run.job_id or ""))
             self._note_end(key, job)
             self._info_dict[key] = {
                 "JobID": run.job_id or "", "State": str(job.state) if job else "UNKNOWN",

@@ -11,7 +11,8 @@ from krea_runner.decide.decision import RESTARTS, Case, decide
 from krea_runner.diagnose.end import diagnose_end, end_of, exit_codes, is_held_by_slurm
 from krea_runner.diagnose.hang import judge_hang
 from krea_runner.errors import ConfigError, FilesUnavailable, HistoryUnavailable, KreaRunnerError, SchedulerError
-from krea_runner.history.store import History, Lease, LeaseLost, TickRecord
+from krea_runner.history.store import History, Lease, LeaseLost
+from krea_runner.history.ticks import TickRecord, record_tick
 from krea_runner.model import (
     ActionStage,
     Attempt,
@@ -72,7 +73,7 @@ def _tick(supervisor: Supervisor, history: History, clock: Clock) -> TickReport:
     for endpoint in sorted({run.config.endpoint for run in [*runs.values(), *stopped]}):
         _tick_group(supervisor, endpoint, [run for run in runs.values() if run.config.endpoint == endpoint], report)
     if not supervisor.dry_run:
-        history.record_tick(TickRecord(socket.gethostname(), supervisor.user, clock.wall(), report.blind))
+        record_tick(history, TickRecord(socket.gethostname(), supervisor.user, clock.wall(), report.blind))
     return report
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from krea_runner.cli.doctor import file_system, run_checks, status_word
-from krea_runner.history.store import TickRecord, open_history
+from krea_runner.history.store import open_history
+from krea_runner.history.ticks import TickRecord, record_tick
 from krea_runner.schedulers import Check
 
 from .conftest import make_config
@@ -72,15 +73,15 @@ def test_active_run_that_nobody_watches_fails_and_says_what_to_type(state: Path,
     assert "crontab -e: * * * * * /" in supervisor["hint"], "cron has no PATH to speak of"
     assert supervisor["hint"].endswith(" supervise --for 55s")
 
-    history.record_tick(TickRecord("login1", USER, time.time() - 3600, ""))
+    record_tick(history, TickRecord("login1", USER, time.time() - 3600, ""))
     assert checks_of(doctor(state, "--scheduler", "local", "--json"))["supervisor"]["status"] == "FAIL"
 
-    history.record_tick(TickRecord("login1", USER, time.time(), "llm: no answer"))
+    record_tick(history, TickRecord("login1", USER, time.time(), "llm: no answer"))
     blind = checks_of(doctor(state, "--scheduler", "local", "--json"))["supervisor"]
     assert blind["status"] == "warn"
     assert "could not see: llm: no answer" in blind["detail"]
 
-    history.record_tick(TickRecord("login1", USER, time.time(), ""))
+    record_tick(history, TickRecord("login1", USER, time.time(), ""))
     watched = doctor(state, "--scheduler", "local", "--json")
     assert watched.returncode == 0
     assert checks_of(watched)["supervisor"]["status"] == "ok"

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 import krea_runner
-from krea_runner.history.store import History, TickRecord, open_history
+from krea_runner.history.store import History, open_history
+from krea_runner.history.ticks import TickRecord, record_tick
 from krea_runner.model import (
     AttemptKey,
     Decision,
@@ -261,7 +262,7 @@ def test_held_run_comes_last_with_what_to_type(state: Path, history: History, tm
     held = seed(history, tmp_path, "my [bold]run", run=0)
     seed(history, tmp_path, "other", run=1)
     history.set_run_state(held.run_id, RunState.HELD, "budget spent: 3 of 3", now=time.time())
-    history.record_tick(TickRecord("login1", USER, time.time() - 200, ""))
+    record_tick(history, TickRecord("login1", USER, time.time() - 200, ""))
     text = on_terminal(state, "status")
     assert text.index("other") < text.index("my [bold]run")
     assert "HELD: budget spent: 3 of 3. To go on: krea-runner resume 'my [bold]run'" in " ".join(text.split())

@@ -9,7 +9,8 @@ import pytest
 from krea_runner.errors import HistoryError, HistoryUnavailable, NotFound, SchemaTooNew
 from krea_runner.history import database
 from krea_runner.history.schema import HEAD, metadata
-from krea_runner.history.store import History, LeaseLost, TickRecord, open_history
+from krea_runner.history.store import History, LeaseLost, open_history
+from krea_runner.history.ticks import TickRecord, last_ticks, record_tick
 from krea_runner.model import (
     ActionKind,
     AttemptKey,
@@ -138,10 +139,10 @@ def test_a_watch_survives_between_ticks(history: History, tmp_path: Path) -> Non
 
 
 def test_the_last_tick_of_each_host_is_known(history: History) -> None:
-    history.record_tick(TickRecord("login1", "alice", NOW, ""))
-    history.record_tick(TickRecord("login2", "alice", NOW + 5, "controller away"))
-    history.record_tick(TickRecord("login1", "alice", NOW + 9, ""))
-    assert [(tick.host, tick.at) for tick in history.last_ticks()] == [("login1", NOW + 9), ("login2", NOW + 5)]
+    record_tick(history, TickRecord("login1", "alice", NOW, ""))
+    record_tick(history, TickRecord("login2", "alice", NOW + 5, "controller away"))
+    record_tick(history, TickRecord("login1", "alice", NOW + 9, ""))
+    assert [(tick.host, tick.at) for tick in last_ticks(history)] == [("login1", NOW + 9), ("login2", NOW + 5)]
 
 
 # ------------------------------------------------------------------------------------------------- the file itself
@@ -190,10 +191,10 @@ def test_a_locked_history_is_try_again_later(tmp_path: Path, monkeypatch: pytest
     other = sqlite3.connect(history.path, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
     with pytest.raises(HistoryUnavailable, match="locked") as caught:
-        history.record_tick(TickRecord("h", "u", NOW, ""))
+        record_tick(history, TickRecord("h", "u", NOW, ""))
     assert caught.value.exit_code == 75
     other.close()
-    history.record_tick(TickRecord("h", "u", NOW, ""))
+    record_tick(history, TickRecord("h", "u", NOW, ""))
 
 
 def test_some_other_file_in_its_place_is_named(tmp_path: Path) -> None:
@@ -205,7 +206,7 @@ def test_some_other_file_in_its_place_is_named(tmp_path: Path) -> None:
 
 def test_a_full_disk_loses_nothing_that_was_there(tmp_path: Path) -> None:
     history = open_history(tmp_path)
-    history.record_tick(TickRecord("h", "u", NOW, ""))
+    record_tick(history, TickRecord("h", "u", NOW, ""))
     with history._db.write() as connection:
         pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
 
@@ -216,8 +217,8 @@ def test_a_full_disk_loses_nothing_that_was_there(tmp_path: Path) -> None:
         dbapi_connection.execute(f"PRAGMA max_page_count = {pages}")
 
     with pytest.raises(HistoryUnavailable, match="full"):
-        history.record_tick(TickRecord("h", "x" * 100_000, NOW, ""))
-    assert [tick.user for tick in history.last_ticks()] == ["u"]
+        record_tick(history, TickRecord("h", "x" * 100_000, NOW, ""))
+    assert [tick.user for tick in last_ticks(history)] == ["u"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere; the read-only case runs as an ordinary user")
@@ -228,6 +229,6 @@ def test_a_read_only_history_can_be_read(tmp_path: Path) -> None:
     try:
         assert open_history(tmp_path).list_runs() == []
         with pytest.raises(HistoryUnavailable, match="readonly"):
-            history.record_tick(TickRecord("h", "u", NOW, ""))
+            record_tick(history, TickRecord("h", "u", NOW, ""))
     finally:
         tmp_path.chmod(0o700)

@@ -11,6 +11,7 @@ import pytest
 from krea_runner import heartbeat
 from krea_runner.errors import SchedulerUnavailable
 from krea_runner.history.store import History, open_history
+from krea_runner.history.ticks import last_ticks
 from krea_runner.model import AttemptKey, DecisionKind, JobRecord, JobState, Policy, RunState, Symptom
 from krea_runner.rundir import RunDir
 from krea_runner.schedulers import NodeRecord
@@ -195,7 +196,7 @@ def test_a_controller_that_does_not_answer_is_nothing_but_blindness(desk: Desk) 
     report = desk.tick()
     assert report.blind == "llm: could not see: squeue: no answer"
     assert (desk.state, desk.history.incidents()) == (RunState.ACTIVE, [])
-    assert desk.history.last_ticks()[0].blind == report.blind
+    assert last_ticks(desk.history)[0].blind == report.blind
     desk.says.error = None
     assert desk.tick().blind == ""
 
@@ -253,7 +254,7 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(desk: Desk) -> None:
     report = desk.tick(ended(JobState.FAILED, exit_code=1))
     assert "→ REQUEUE" in report.lines[0].text
     assert (desk.says.asked, desk.history.incidents(), desk.history.attempts(desk.run_id)) == ([], [], [])
-    assert (desk.history.last_ticks(), desk.history.lease_holder(desk.run_id)) == ([], None)
+    assert (last_ticks(desk.history), desk.history.lease_holder(desk.run_id)) == ([], None)
 
 
 def test_a_run_under_another_living_supervisors_lease_is_left_to_it(desk: Desk) -> None:

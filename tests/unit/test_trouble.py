@@ -391,3 +391,30 @@ def _watching(tmp_path: Path, clock: FakeClock) -> Desk:
     run = history.create_run(config, user="alice", tag="t", now=clock.wall())
     history.set_submitted(run.run_id, "7", now=clock.wall())
     return Desk(history, clock, Says(), run.run_id, RunDir(config.run_dir))
+
+
+def test_a_directory_is_not_taken_again_before_its_last_job_is_ended(desk: Desk, tmp_path: Path) -> None:
+    desk.history.stop_run(desk.history.run(desk.run_id), reason="r", by="b", now=1.0)
+    again = desk.history.run(desk.run_id).config
+    with pytest.raises(HistoryError, match="job 7 of the last run"):
+        desk.history.create_run(again, user="alice", tag="t2", now=1.0)
+    desk.tick(ended(JobState.CANCELLED))
+    desk.history.create_run(again, user="alice", tag="t2", now=1.0)
+
+
+def test_a_directory_is_the_same_through_a_link(desk: Desk, tmp_path: Path) -> None:
+    config = desk.history.run(desk.run_id).config
+    (tmp_path / "link").symlink_to(config.run_dir.parent)
+    linked = dataclasses.replace(config, run_dir=tmp_path / "link" / config.run_dir.name)
+    with pytest.raises(HistoryError, match="a run is alive"):
+        desk.history.create_run(linked, user="alice", tag="t2", now=1.0)
+
+
+def test_what_may_hold_keys_is_the_users_alone_to_read(tmp_path: Path, clock: FakeClock) -> None:
+    from krea_runner.history.store import open_history
+
+    history = open_history(tmp_path / "state")
+    config = make_config(tmp_path, scheduler="slurm")
+    submit(config, b"", history=history, scheduler=Says(), user="alice", clock=clock)
+    kept = [history.path, config.run_dir / "run.toml", config.run_dir / "job.sbatch"]
+    assert [path.stat().st_mode & 0o077 for path in kept] == [0, 0, 0]
