@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(rich_markup_mode=None)
 FOR = "30d"
+_TITLES = ("NODE", "STATE", "PARTITIONS", "HAS", "REASON", "EXCLUDED")
+_IN_NOTES = frozenset({"PARTITIONS", "HAS"})
 
 Nodes = Annotated[str, typer.Argument(metavar="NODE", help="A node, or several in Slurm's form: n[01-04,7].")]
 OneRun = Annotated[str | None, typer.Option("--run", help="Name of the run, or #ID.", show_default=False)]
@@ -49,7 +51,7 @@ def nodes(
     from krea_runner.cli import context as opened
     from krea_runner.cli.output import print_json, print_sheet
     from krea_runner.history.exclusions import list_exclusions
-    from krea_runner.report.tables import Column, Row, Sheet
+    from krea_runner.report.tables import Column, Note, Row, Sheet
 
     history, user, now = opened.history_if_any(), opened.current_user(), _now()
     exclusions = [one for one in list_exclusions(history, user=user) if one.is_active(now)] if history else []
@@ -65,10 +67,11 @@ def nodes(
     for name in sorted(names):
         node = found.get(name)
         ours = "; ".join(f"{_scope(one)}: {one.reason}" for one in exclusions if one.node == name)
-        rows.append(Row((name, node.raw_state if node else "unknown", node.reason if node else "", ours)))
-    print_sheet(
-        Sheet(tuple(Column(title, short=True) for title in ("NODE", "STATE", "REASON", "EXCLUDED")), tuple(rows))
-    )
+        state, partitions, has, why = _said_of(node)
+        notes = (Note(f"{partitions}: {has}"),) if has else ()
+        rows.append(Row((name, state, partitions, has, why, ours), notes=notes))
+    columns = [Column(title, short=title not in _IN_NOTES) for title in _TITLES]
+    print_sheet(Sheet(tuple(columns), tuple(rows)))
 
 
 @app.command()
@@ -85,6 +88,7 @@ def exclude(
     from krea_runner.schedulers.nodelist import fold
 
     names, seconds = _names(node), _seconds(lasts)
+    _check_reason(reason)
     if (run is None) == (not every):
         raise KreaRunnerError("which runs?", hint="give either --run NAME or --all")
     history, user = context.history(), context.current_user()
@@ -139,6 +143,7 @@ def drain(node: Nodes, reason: Reason, kind: Kind = "slurm", dry_run: DryRun = F
     from krea_runner.schedulers.nodelist import fold
 
     names, scheduler = _names(node), context.scheduler(kind)
+    _check_reason(reason)
     if dry_run:
         refuse_others_drains(scheduler.nodes(names), names, f"draining {fold(names)}")
         typer.echo(f"would drain {fold(names)}")
@@ -192,6 +197,11 @@ def _names(text: str) -> list[str]:
     return names
 
 
+def _check_reason(text: str) -> None:
+    if not text.strip():
+        raise KreaRunnerError("no reason is given", hint='whoever finds the node out asks why: --reason "Xid 79 twice"')
+
+
 def _seconds(text: str) -> float:
     from krea_runner.config.durations import parse_duration
 
@@ -232,6 +242,14 @@ def _used(history: Any, user: str, kind: str) -> list[str]:
 
     latest = [history.latest_attempt(run.run_id) for run in _live(history, user) if run.config.endpoint == kind]
     return [name for attempt in latest if attempt is not None for name in expand(attempt.nodelist)]
+
+
+def _said_of(node: "NodeRecord | None") -> tuple[str, str, str, str]:
+    """State, partitions, what it has, reason."""
+    if node is None:
+        return "unknown", "", "", ""
+    state = f"{node.raw_state} ({node.reservation})" if node.reservation else node.raw_state
+    return state, ",".join(node.partitions), " ".join(part for part in (node.gres, *node.features) if part), node.reason
 
 
 def _scope(exclusion: "Exclusion") -> str:

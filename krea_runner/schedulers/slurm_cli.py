@@ -169,25 +169,27 @@ class SlurmCli:
     def drain(self, names: Sequence[str], reason: str) -> None:
         doing = f"draining {fold(names)}"
         refuse_others_drains(self.nodes(names), names, doing)
-        self._set_nodes(names, doing, "state=drain", f"reason={DRAIN_PREFIX}{reason.removeprefix(DRAIN_PREFIX)}")
+        values = "state=drain", f"reason={DRAIN_PREFIX}{reason.removeprefix(DRAIN_PREFIX)}"
+        instead = "keep your own runs off it: krea-runner nodes exclude NODE --all --reason ..."
+        self._set_nodes(names, doing, *values, instead=instead)
 
     def undrain(self, names: Sequence[str]) -> None:
         doing = f"resuming {fold(names)}"
         refuse_others_drains(self.nodes(names), names, doing, lifting=True)
-        self._set_nodes(names, doing, "state=resume")
+        self._set_nodes(names, doing, "state=resume", instead="ask an operator, or whoever drained it: sinfo -R")
 
-    def _set_nodes(self, names: Sequence[str], doing: str, *values: str) -> None:
+    def _set_nodes(self, names: Sequence[str], doing: str, *values: str, instead: str) -> None:
         try:
             self._ask(["scontrol", "update", f"nodename={fold(names)}", *values], doing=doing)
         except SchedulerError as error:
             if "Invalid user id" not in error.stderr and "permission denied" not in error.stderr:
                 raise
             raise MayNotDrain(
-                f"{doing}: you may not drain; that is for Slurm's operators",
+                f"{doing}: you may not; that is for Slurm's operators",
                 argv=error.argv,
                 returncode=error.returncode,
                 stderr=error.stderr,
-                hint="keep your own runs off it: krea-runner nodes exclude NODE --all --reason ...",
+                hint=instead,
             ) from error
 
     def cancel(self, job_id: str) -> None:
