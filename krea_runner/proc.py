@@ -17,10 +17,17 @@ from pathlib import Path
 SCRUBBED_PREFIXES = (
     "SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SACCT_", "SCONTROL_", "SINFO_", "SCANCEL_", "PMI_", "PMIX_",
     "KREA_",
+    "_SLURM_SPANK_OPTION_",  # salloc --container-image=... of a SPANK plugin, for the steps of that allocation (spank.8)
 )  # fmt: skip
 # Where the cluster is and how to authenticate; not how to behave.
 KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
 KEPT_OURS = frozenset({"KREA_RUNNER_STATE_DIR", "KREA_RUNNER_SITE"})
+# For what is read: English, and times as epochs. Slurm takes an epoch back from the local time, which is an hour off where a
+# clock was set back without summer time (Almaty 2024, Moscow 2014): UTC is never set back.
+FOR_READING = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s", "TZ": "UTC0"}
+
+
+KILLED_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +54,13 @@ def run(
 ) -> Completed:
     """Run `argv` to its end, or kill its whole process group after `timeout_s` (then `timed_out`, returncode -9).
 
-    Without `env` the command gets the cleaned environment plus `LC_ALL=C` and epoch times; with it, exactly that (for
-    `sbatch`, whose environment becomes the job's). Output is decoded with replacement characters: what a job can
+    Without `env` the command gets the cleaned environment and FOR_READING; with it, exactly that (for `sbatch`, whose
+    environment becomes the job's). Output is decoded with replacement characters: what a job can
     put into a name is not always UTF-8.
     Raises: FileNotFoundError where the command does not exist; PermissionError where it may not be run.
     """
     if env is None:
-        env = clean_environment(os.environ) | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
+        env = clean_environment(os.environ) | FOR_READING
     process = subprocess.Popen(
         list(argv),
         stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
@@ -68,7 +75,11 @@ def run(
         timed_out = False
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
+        try:
+            out, err = process.communicate(timeout=KILLED_S)
+        except subprocess.TimeoutExpired:  # in uninterruptible sleep, on a dead file system
+            out, err = b"", b"killed, and still there"
+            process.returncode = -signal.SIGKILL
         timed_out = True
     return Completed(
         argv=tuple(argv),

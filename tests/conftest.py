@@ -44,6 +44,18 @@ def pytest_configure() -> None:
         os.environ["PATH"] = f"{prefix}/bin:{prefix}/sbin:{os.environ['PATH']}"
 
 
+SLOWEST = ("slurm/test_job_endings.py", "slurm/", "contract/", "chaos/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What waits longest first: with several workers (scripts/test) none is left alone with it at the end."""
+
+    def place(item: pytest.Item) -> int:
+        return next((n for n, part in enumerate(SLOWEST) if f"tests/{part}" in str(item.path)), len(SLOWEST))
+
+    items.sort(key=place)
+
+
 def pytest_report_header() -> str:
     """Which Slurm the tests of a real one run on."""
     found = shutil.which("slurmctld", path=os.environ["PATH"] + ":/usr/sbin")
@@ -119,7 +131,10 @@ def _cluster(name: str, *more: str) -> Iterator[SlurmCluster]:
     folder = Path(tempfile.gettempdir()) / f"krea-test-{name}-{os.getpid()}"
     where = ("--dir", str(folder))
     try:
-        dev_cluster("up", *where, "--nodes", str(NODES), "--port-base", str(free_ports()), *more)
+        base = free_ports()
+        # MASTER_PORT follows from the job's id, and all clusters are on this machine.
+        first = f"FirstJobId={1 + (base - 10000) // 200 * 2000 % 12000}"
+        dev_cluster("up", *where, "--nodes", str(NODES), "--port-base", str(base), "--conf", first, *more)
         yield SlurmCluster(folder)
     finally:
         dev_cluster("down", *where)
@@ -132,11 +147,33 @@ def dev_cluster(*words: str, check: bool = True) -> subprocess.CompletedProcess[
     return done
 
 
+_claims: list[socket.socket] = []
+_single: list[int] = []
+
+
+def free_port() -> int:
+    """One port, in a range of this process's own."""
+    if not _single:
+        base = free_ports()
+        _single.extend(range(base, base + 99))
+    return next(port for port in iter(_single.pop, None) if _is_free(port))
+
+
 def free_ports(count: int = 120) -> int:
-    """The base of a range in which nobody listens now."""
-    for base in range(20000 + os.getpid() % 100 * 100, 60000, 200):
+    """The base of a range of ports in which nobody listens now, and which is this process's as long as it lives: several
+    run tests at once."""
+    for base in range(10000, 19900, 200):  # below what MASTER_PORT and Linux's clients may get
+        claim = socket.socket()
+        try:
+            claim.bind(("127.0.0.1", base + 99))
+            claim.listen()
+        except OSError:
+            claim.close()
+            continue
         if all(_is_free(base + offset) for offset in (0, 1, 2, *range(101, count))):
+            _claims.append(claim)
             return base
+        claim.close()
     raise AssertionError("no free range of ports")
 
 
@@ -204,7 +241,7 @@ def ordinary_user() -> Iterator[OrdinaryUser]:
     name = TEST_USER if os.geteuid() == 0 else pwd.getpwuid(os.geteuid()).pw_name
     if os.geteuid() == 0 and not _exists(name):
         made = subprocess.run(["useradd", "--no-create-home", name], capture_output=True, text=True, check=False)
-        if made.returncode != 0:
+        if made.returncode != 0 and not _exists(name):  # another worker may have been faster
             pytest.skip(f"cannot make the account {name}: {made.stderr.strip()}")
     entry = pwd.getpwnam(name)
     folder = Path(tempfile.mkdtemp(prefix="krea-user-"))

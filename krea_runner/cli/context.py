@@ -9,7 +9,7 @@ from krea_runner.history.store import History, open_history
 from krea_runner.schedulers import Scheduler
 from krea_runner.schedulers import open_scheduler as _open
 from krea_runner.supervise.lease import own_holder
-from krea_runner.supervise.tick import Supervisor
+from krea_runner.supervise.supervisor import Supervisor
 
 
 def current_user() -> str:

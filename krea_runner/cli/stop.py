@@ -24,7 +24,7 @@ def stop(
     from krea_runner.clock import SystemClock
     from krea_runner.model import RunState
     from krea_runner.supervise.act import Work, carry_out
-    from krea_runner.supervise.lease import own_holder, take_lease
+    from krea_runner.supervise.lease import own_holder, take_leases
 
     history, clock = context.history(), SystemClock()
     found = history.find_run(run, user=context.current_user())
@@ -41,7 +41,7 @@ def stop(
         return
     reason = f"stopped by {context.current_user()} with krea-runner stop"
     history.stop_run(found, reason=reason, by=own_holder(), now=clock.wall())
-    lease = take_lease(history, found.run_id, own_holder(), clock.wall())
+    lease = take_leases(history, [found.run_id], own_holder(), clock.wall()).get(found.run_id)
     action = history.open_action(found.run_id)
     if action is not None and lease is not None:
         try:
@@ -55,7 +55,7 @@ def stop(
                 )
             raise
         finally:
-            history.drop_lease(lease)
+            history.drop_leases([lease])
     state = (
         ""
         if action is None

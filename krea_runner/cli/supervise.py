@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from krea_runner.supervise.tick import TickReport
+    from krea_runner.supervise.supervisor import TickReport
 
 CANNOT_SEE = 75
 

@@ -184,7 +184,7 @@ TABLES: dict[str, tuple[Key, ...]] = {
         Key("name", name, "What people call it; any printable characters, at most 100.", required=True),
         Key("command", command, "What each rank runs: a list of words, or one shell line.", required=True),
         Key("dir", path, "The run directory, on a file system that all nodes share; relative to this file. "
-            "No backslash, at most one `%`.", "runs/<name>"),
+            "No backslash.", "runs/<name>"),
         Key("workdir", path, "Where the command runs; relative to this file.", "."),
         Key("scheduler", one_of(*SCHEDULERS), "`slurm`, or `local`: one machine that plays the nodes.", "slurm"),
         Key("transport", one_of("local", "ssh"), "Where Slurm's commands run: on this host, or on a login node over SSH.",

@@ -161,11 +161,9 @@ class _Checker:
         for (table, key), path in places.items():
             if _UNWRITABLE.search(str(path)):
                 self._problem((table, key), f"[{table}] {key}: a path of printable UTF-8 is wanted, not {str(path)!r}")
-            # srun 22.05.8 expands the second %% of a file name, and a backslash turns all patterns off.
-            elif key == "dir" and table == "run" and ("\\" in str(path) or str(path).count("%") > 1):
-                self._problem(
-                    (table, key), f"[run] dir: Slurm cannot write logs below {str(path)!r}: a backslash or two %"
-                )
+            # A backslash in a file name turns all of sbatch's patterns off (22.05.8).
+            elif key == "dir" and table == "run" and "\\" in str(path):
+                self._problem((table, key), f"[run] dir: Slurm cannot write logs below {str(path)!r}: a backslash")
 
     def check_transport(self, run: dict[str, Any]) -> None:
         if run.get("transport") != "ssh":

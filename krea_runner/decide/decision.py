@@ -17,6 +17,7 @@ RESTARTS = frozenset({DecisionKind.REQUEUE, DecisionKind.RESUBMIT})
 _FOR_A_PERSON = {
     "ran_in_tmp": "make the directory, or mend --chdir; then: krea-runner resume RUN",
     "hidden_failure": "if it is done: krea-runner stop RUN; if not, mend the script's exit code, then: krea-runner resume RUN",
+    "deadline": "its --deadline has passed, it would never start again: krea-runner stop RUN, or submit it with a later one",
     "vanished": "if that was a cancel: krea-runner stop RUN; if not: krea-runner resume RUN submits it again",
 }
 # Causes that come before the first step: no checkpoint can be expected of such an attempt, so none is waited for.

@@ -33,7 +33,7 @@ from krea_runner.rundir import RunDir
 from krea_runner.schedulers import Scheduler, open_scheduler
 from krea_runner.supervise.lease import own_holder
 from krea_runner.supervise.loop import run_loop
-from krea_runner.supervise.tick import Supervisor, TickReport
+from krea_runner.supervise.supervisor import Supervisor, TickReport
 
 STEPS, CHECKPOINT_EVERY, STEP_S = 70, 10, 0.12
 NODES, RANKS_PER_NODE = 2, 2

@@ -95,7 +95,7 @@ def _ages(snapshot: Snapshot, watch: Watch) -> list[_RankAge]:
     known = {rank.rank: rank for rank in watch.ranks}
     # A gang that has stepped has all its ranks: one that never wrote does not take part (only rank 0 beats, say).
     stepped = any(rank.step >= 0 for rank in watch.ranks)
-    world = sorted(known) if stepped else range(max(snapshot.run.config.gang.world_size, max(known) + 1))
+    world = sorted(known if stepped else {*range(snapshot.run.config.gang.world_size), *known})
 
     def age(number: int) -> _RankAge:
         rank: RankWatch | None = known.get(number)

@@ -2,6 +2,7 @@
 
 import contextlib
 import sqlite3
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,20 +56,33 @@ class Database:
         )
         sa.event.listen(self._engine, "connect", _on_connect)
         sa.event.listen(self._engine, "begin", _on_begin)
+        self._kept = threading.local()
+
+    @contextlib.contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """All transactions of this thread in the block share one open file: opening it costs as much as a small read."""
+        with self._translated("opening"), self._engine.connect() as connection:
+            self._kept.connection = connection
+            try:
+                yield
+            finally:
+                del self._kept.connection
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        with self._translated("reading"), self._engine.connect() as connection, connection.begin():
+        with self._translated("reading"), self._connection(write=False) as connection, connection.begin():
             yield connection
 
     @contextlib.contextmanager
     def write(self) -> Iterator[sa.Connection]:
-        with (
-            self._translated("writing to"),
-            self._engine.connect().execution_options(krea_write=True) as connection,
-            connection.begin(),
-        ):
+        with self._translated("writing to"), self._connection(write=True) as connection, connection.begin():
             yield connection
+
+    def _connection(self, *, write: bool) -> contextlib.AbstractContextManager[sa.Connection]:
+        kept: sa.Connection | None = getattr(self._kept, "connection", None)
+        if kept is not None:
+            return contextlib.nullcontext(kept.execution_options(krea_write=write))
+        return self._engine.connect().execution_options(krea_write=write)
 
     def migrate(self) -> None:
         """Bring the schema to HEAD. Alembic is imported only when there is something to do.

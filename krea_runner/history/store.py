@@ -4,7 +4,8 @@ A quiet tick, `status` and `history` all come through here; nothing else speaks 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,10 @@ class History:
         """For the modules beside this one: exclusions.py."""
         return self._db
 
+    def kept_open(self) -> AbstractContextManager[None]:
+        """The file stays open during the block; each call is still a transaction of its own."""
+        return self._db.kept_open()
+
     # -------------------------------------------------------------------------------------------------------- runs
 
     def create_run(self, config: RunConfig, *, user: str, tag: str, now: float) -> Run:
@@ -101,6 +106,12 @@ class History:
             row = connection.execute(sa.select(runs).where(runs.c.run_id == run_id)).one()
         return run_of(row)
 
+    def runs(self, run_ids: Iterable[int]) -> list[Run]:
+        """Oldest first."""
+        query = sa.select(runs).where(runs.c.run_id.in_(list(run_ids))).order_by(runs.c.run_id)
+        with self._db.read() as connection:
+            return [run_of(row) for row in connection.execute(query)]
+
     def find_run(self, reference: str, *, user: str | None = None) -> Run:
         """The newest run of that name or slug, one that is not over before one that is; `#7` or `7` is a run id when no
         run has it as its name.
@@ -121,13 +132,17 @@ class History:
                 return run
         raise NotFound(f"no run is called {reference!r}", hint="see what there is: krea-runner status")
 
-    def list_runs(self, *, user: str | None = None, states: Sequence[RunState] = ()) -> list[Run]:
+    def list_runs(
+        self, *, user: str | None = None, states: Sequence[RunState] = (), changed_since: float | None = None
+    ) -> list[Run]:
         """Oldest first; no `states` means all of them."""
         query = sa.select(runs).order_by(runs.c.run_id)
         if user is not None:
             query = query.where(runs.c.user == user)
         if states:
             query = query.where(runs.c.state.in_(list(states)))
+        if changed_since is not None:
+            query = query.where(runs.c.updated_at >= changed_since)
         with self._db.read() as connection:
             return [run_of(row) for row in connection.execute(query)]
 
@@ -138,11 +153,21 @@ class History:
             row = connection.execute(query).one_or_none()
         return None if row is None else run_of(row)
 
-    def set_run_state(self, run_id: int, state: RunState, reason: str, *, now: float) -> None:
-        self._update_run(run_id, state=state, state_reason=reason, updated_at=now)
+    def set_run_state(
+        self, run_id: int, state: RunState, reason: str, *, now: float, was: RunState | None = None
+    ) -> None:
+        """With `was`, nothing is written unless that is its state."""
+        query = sa.update(runs).where(runs.c.run_id == run_id)
+        query = query if was is None else query.where(runs.c.state == was)
+        with self._db.write() as connection:
+            connection.execute(query.values(state=state, state_reason=reason, updated_at=now))
 
-    def set_submitted(self, run_id: int, job_id: str, *, now: float) -> None:
-        self._update_run(run_id, job_id=job_id, state=RunState.ACTIVE, state_reason="submitted", updated_at=now)
+    def set_submitted(self, run_id: int, job_id: str, *, now: float) -> bool:
+        """False, and nothing written, when the run is SUBMITTING no more: a person has stopped it meanwhile."""
+        values = {"job_id": job_id, "state": RunState.ACTIVE, "state_reason": "submitted", "updated_at": now}
+        with self._db.write() as connection:
+            query = sa.update(runs).where(runs.c.run_id == run_id, runs.c.state == RunState.SUBMITTING)
+            return connection.execute(query.values(values)).rowcount == 1
 
     def _update_run(self, run_id: int, **values: Any) -> None:
         with self._db.write() as connection:
@@ -150,22 +175,23 @@ class History:
 
     # ------------------------------------------------------------------------------------------------------- lease
 
-    def take_lease(
-        self, run_id: int, holder: str, *, now: float, until: float, dead: str | None = None
-    ) -> Lease | None:
-        """None while somebody else holds it, unless that is `dead`. A holder's own lease is renewed, under a new
+    def take_leases(
+        self, run_ids: Iterable[int], holder: str, *, now: float, until: float, dead: str | None = None
+    ) -> dict[int, Lease]:
+        """By run, those that nobody else holds, unless that is `dead`. A holder's own lease is renewed, under a new
         generation."""
         takers = [holder] if dead is None else [holder, dead]
         free = sa.or_(runs.c.lease_holder.is_(None), runs.c.lease_holder.in_(takers), runs.c.lease_until <= now)
+        these = runs.c.run_id.in_(list(run_ids))
+        take = sa.update(runs).values(
+            lease_holder=holder, lease_until=until, lease_generation=runs.c.lease_generation + 1
+        )
+        # Not RETURNING, which SQLite has since 3.35: RHEL 8 has 3.26.
+        taken = sa.select(runs.c.run_id, runs.c.lease_generation).where(these, runs.c.lease_holder == holder)
         with self._db.write() as connection:
-            taken = connection.execute(
-                sa.update(runs)
-                .where(runs.c.run_id == run_id, free)
-                .values(lease_holder=holder, lease_until=until, lease_generation=runs.c.lease_generation + 1)
-            ).rowcount
-            if not taken:
-                return None
-            return Lease(run_id, holder, _generation(connection, run_id))
+            connection.execute(take.where(these, free))
+            rows = connection.execute(taken.order_by(runs.c.run_id)).all()
+        return {run_id: Lease(run_id, holder, generation) for run_id, generation in rows}
 
     def lease_holder(self, run_id: int) -> str | None:
         with self._db.read() as connection:
@@ -179,13 +205,14 @@ class History:
         with self._db.read() as connection:
             return _generation(connection, lease.run_id) == lease.generation
 
-    def drop_lease(self, lease: Lease) -> None:
+    def drop_leases(self, leases: Iterable[Lease]) -> None:
         with self._db.write() as connection:
-            connection.execute(
-                sa.update(runs)
-                .where(runs.c.run_id == lease.run_id, runs.c.lease_generation == lease.generation)
-                .values(lease_holder=None, lease_until=None)
-            )
+            for lease in leases:
+                connection.execute(
+                    sa.update(runs)
+                    .where(runs.c.run_id == lease.run_id, runs.c.lease_generation == lease.generation)
+                    .values(lease_holder=None, lease_until=None)
+                )
 
     # ---------------------------------------------------------------------------------------------------- attempts
 
@@ -215,20 +242,21 @@ class History:
                 row = connection.execute(sa.select(attempts).where(*same)).one()
         return attempt_of(row)
 
-    def save_observation(self, attempt: Attempt, watch: Watch | None) -> None:
-        """What this tick learned of an attempt, in one row."""
+    def save_observations(self, *observations: tuple[Attempt, Watch | None]) -> None:
+        """What this tick learned of attempts, a row each."""
         with self._db.write() as connection:
-            connection.execute(
-                sa.update(attempts)
-                .where(attempts.c.attempt_id == attempt.attempt_id)
-                .values(
-                    submitted_at=attempt.submitted_at, started_at=attempt.started_at, ended_at=attempt.ended_at,
-                    end_state=attempt.end_state, exit_code=attempt.exit_code, signal=attempt.signal,
-                    end_node=attempt.end_node, ended_by=attempt.ended_by, nodelist=attempt.nodelist,
-                    first_step=attempt.first_step, last_step=attempt.last_step,
-                    watch=None if watch is None else json.dumps(asdict(watch), separators=(",", ":")),
-                )
-            )  # fmt: skip
+            for attempt, watch in observations:
+                connection.execute(
+                    sa.update(attempts)
+                    .where(attempts.c.attempt_id == attempt.attempt_id)
+                    .values(
+                        submitted_at=attempt.submitted_at, started_at=attempt.started_at, ended_at=attempt.ended_at,
+                        end_state=attempt.end_state, exit_code=attempt.exit_code, signal=attempt.signal,
+                        end_node=attempt.end_node, ended_by=attempt.ended_by, nodelist=attempt.nodelist,
+                        first_step=attempt.first_step, last_step=attempt.last_step,
+                        watch=None if watch is None else json.dumps(asdict(watch), separators=(",", ":")),
+                    )
+                )  # fmt: skip
 
     def watch(self, attempt_id: int) -> Watch | None:
         with self._db.read() as connection:
@@ -238,7 +266,10 @@ class History:
         if stored is None:
             return None
         values = json.loads(stored)
-        return Watch(**values | {"ranks": tuple(RankWatch(**rank) for rank in values["ranks"])})
+        try:
+            return Watch(**values | {"ranks": tuple(RankWatch(**rank) for rank in values["ranks"])})
+        except TypeError:  # another version's: its clocks are begun afresh
+            return None
 
     # --------------------------------------------------------------------------------------------------- incidents
 
@@ -318,12 +349,15 @@ class History:
     # ----------------------------------------------------------------------------------------------------- actions
 
     def open_action(self, run_id: int) -> Action | None:
+        return self.open_actions([run_id]).get(run_id)
+
+    def open_actions(self, run_ids: Iterable[int]) -> dict[int, Action]:
+        """By run; a run has one at most."""
         query = sa.select(actions).where(
-            actions.c.run_id == run_id, actions.c.stage.not_in([ActionStage.DONE, ActionStage.FAILED])
+            actions.c.run_id.in_(list(run_ids)), actions.c.stage.not_in([ActionStage.DONE, ActionStage.FAILED])
         )
         with self._db.read() as connection:
-            row = connection.execute(query).one_or_none()
-        return None if row is None else action_of(row)
+            return {row.run_id: action_of(row) for row in connection.execute(query)}
 
     def runs_with_open_actions(self, *, user: str) -> list[Run]:
         query = (
@@ -352,12 +386,18 @@ class History:
         kind: ActionKind | None = None,
         tag: str | None = None,
         job_id: str | None = None,
+        run_state: RunState | None = None,
     ) -> Action:
         """`tag`, `job_id`: the run's new ones, when it is submitted again; the action keeps the job that it began with.
+        `run_state`: the run's new one, for which `detail` is the reason.
 
         Raises: LeaseLost.
         """
-        of_run = {name: value for name, value in (("tag", tag), ("job_id", job_id)) if value is not None}
+        of_run: dict[str, Any] = {
+            name: value for name, value in (("tag", tag), ("job_id", job_id), ("state", run_state)) if value is not None
+        }
+        if run_state is not None:
+            of_run["state_reason"] = detail
         with self._db.write() as connection:
             _check_lease(connection, lease)
             if of_run:
@@ -399,14 +439,19 @@ class History:
                 _insert_action(connection, run.run_id, None, ActionKind.CANCEL, run.job_id, 0, reason, by, now)
 
     def resume_run(self, run: Run, *, reason: str, by: str, now: float) -> None:
-        """A person lets a HELD run go on: the requeue is intended, the next tick carries it out."""
+        """A person lets a HELD run go on: the requeue is intended, the next tick carries it out.
+
+        Raises: HistoryError when it is not HELD any more.
+        """
         latest = self.latest_attempt(run.run_id)
         with self._db.write() as connection:
-            connection.execute(
+            held = connection.execute(
                 sa.update(runs)
                 .where(runs.c.run_id == run.run_id, runs.c.state == RunState.HELD)
                 .values(state=RunState.ACTIVE, state_reason=reason, updated_at=now)
-            )
+            ).rowcount
+            if not held:
+                raise HistoryError(f"{run.name!r} is not held any more", hint=f"krea-runner status {run.run_id}")
             if run.job_id is not None and latest is not None:
                 _insert_action(
                     connection, run.run_id, None, ActionKind.REQUEUE, run.job_id, latest.key.restart_count, reason, by, now

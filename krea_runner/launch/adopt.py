@@ -9,7 +9,7 @@ from typing import Any
 
 from krea_runner.clock import Clock
 from krea_runner.config import check_run, slug_of
-from krea_runner.errors import KreaRunnerError, SchedulerError
+from krea_runner.errors import ConfigError, KreaRunnerError, SchedulerError
 from krea_runner.history.store import History
 from krea_runner.model import JobRecord, Run, RunConfig, RunState
 from krea_runner.schedulers.slurm_describe import JobDescription, log_patterns
@@ -91,8 +91,18 @@ def refuse(record: JobRecord, user: str, *, is_root: bool, has_script: bool = Tr
 
 def config_of(job: JobDescription, record: JobRecord, given: Given, user: str) -> RunConfig:
     """Raises: ConfigError where a value of Slurm's or of the person's cannot be used."""
+    is_text = (
+        job.workdir.isprintable() and "\ufffd" not in job.workdir
+    )  # that is what stands for bytes that are no UTF-8
+    if not is_text and given.run_dir is None:
+        raise ConfigError(
+            f"job {job.job_id} runs in {job.workdir!r}, which is no plain text: no run directory can be named below it",
+            hint="name one, on a file system that all nodes share: --run-dir DIR",
+        )
     name = given.name or (job.name.strip() if job.name.isprintable() else "") or f"job-{job.job_id}"
-    run: dict[str, Any] = {"name": name[:100], "command": job.command or "sbatch --wrap", "workdir": job.workdir}
+    command = job.command if job.command.isprintable() else ""
+    workdir = job.workdir if is_text else str(given.run_dir)  # its script runs where Slurm runs it
+    run: dict[str, Any] = {"name": name[:100], "command": command or "sbatch --wrap", "workdir": workdir}
     run["dir"] = str(given.run_dir.absolute() if given.run_dir else Path(job.workdir) / "runs" / slug_of(run["name"]))
     checkpoint = {
         key: value for key, value in (("dir", given.checkpoint_dir), ("pattern", given.checkpoint_pattern)) if value

@@ -75,6 +75,8 @@ class Facts:
     cluster: ClusterFacts | None = None
     unseen: str = "it was not asked"
     environ: Mapping[str, str] = field(default_factory=dict)
+    defaults: str = ""
+    """The text of ~/.slurm/defaults, where the cluster has sbatch read it."""
     file_system: Callable[[str], str] = lambda path: ""
     exists: Callable[[str], bool] = lambda path: True
     seen_from: str = "this host"

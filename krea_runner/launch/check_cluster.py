@@ -14,6 +14,8 @@ from krea_runner.schedulers.slurm_facts import ClusterFacts
 SIGNAL_ROUND_S = 60
 # With nothing better known: loading, compiling, the first step.
 STARTUP_S = 600.0
+# From this Slurm on the folders of logs are made for the job (CHANGELOG of 23.02.0rc1; seen on 24.11.5 and 26.05).
+MAKES_LOG_FOLDERS = (23, 2)
 
 
 def slurm_seconds(text: str | None) -> float | None:
@@ -192,8 +194,8 @@ def _places(job: Job) -> Iterator[tuple[str, int, str]]:
 
 
 def missing_log_folder(job: Job) -> Iterator[Hit]:
-    if job.ours is not None:
-        return  # we make it
+    if job.ours is not None or _makes_log_folders(job.facts.cluster):
+        return  # then it is made: by us, or by Slurm
     for name in ("output", "error"):
         folder = str(PurePosixPath(job.option(name) or "").parent)
         if name not in job.options or folder == "." or re.search(r"[$`~]", folder):
@@ -212,6 +214,12 @@ def missing_log_folder(job: Job) -> Iterator[Hit]:
             return
 
 
+def _makes_log_folders(cluster: ClusterFacts | None) -> bool:
+    """False where the version is not known."""
+    version = re.match(r"(\d+)\.(\d+)", cluster.config.get("SLURM_VERSION", "") if cluster else "")
+    return version is not None and (int(version[1]), int(version[2])) >= MAKES_LOG_FOLDERS
+
+
 def missing_workdir(job: Job) -> Iterator[Hit]:
     folder = job.option("chdir") or ""
     if folder.startswith("/") and not re.search(r"[$`%]", folder) and not job.facts.exists(folder):
@@ -220,3 +228,31 @@ def missing_workdir(job: Job) -> Iterator[Hit]:
             saw=f"{folder} is not there, seen from {job.facts.seen_from}",
             fix=f"mkdir -p {folder}",
         )
+
+
+# ------------------------------------------------------------------------------------------------------------- defaults
+
+# What it does to a run (22.05.8). Of the rest of sbatch's options, our scripts set what a run stands on.
+_STAYS = {
+    "array": ("each task of the array is a job: several gangs in one run directory", Severity.ERROR),
+    "test-only": ("nothing is submitted, and sbatch exits 0", Severity.ERROR),
+    "quiet": ("sbatch does not say the job's id", Severity.WARNING),
+    "hold": ("the job waits until somebody types: scontrol release JOBID", Severity.WARNING),
+}
+
+
+def defaults_that_stay(job: Job) -> Iterator[Hit]:
+    """Lines of ~/.slurm/defaults, `[[command:]cluster:]option = value`, as cli_filter/user_defaults reads them."""
+    for number, line in enumerate(job.facts.defaults.splitlines(), 1):
+        key, equals, _ = line.partition("=")
+        *where, name = [word.strip() for word in key.split(":")]
+        command, name_of_cluster = ["*", "*", *where][-2:] if len(where) < 3 else ("", "")
+        ours = command.lower() in {"*", "sbatch"} and name_of_cluster in {"*", job.cluster.config.get("ClusterName")}
+        if equals and not line.lstrip().startswith("#") and ours and name in _STAYS and name not in job.options:
+            saw, severity = _STAYS[name]
+            yield Hit(
+                0,
+                text=f"~/.slurm/defaults:{number}: {line.strip()}",
+                saw=f"line {number}, {name}: {saw}",
+                severity=severity,
+            )

@@ -1,6 +1,7 @@
 """A run.toml or a batch script with what is known about it here, checked. The only part of the checks that looks at the world."""
 
 import os
+import pwd
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -121,6 +122,7 @@ def _facts(
         cluster=cluster,
         unseen=unseen,
         environ=environ,
+        defaults=_defaults(cluster),
         file_system=partial(_type_of, mounts),
         exists=os.path.exists,
         submit_dir=str(Path.cwd()),
@@ -128,6 +130,17 @@ def _facts(
         startup_s=startup_s,
         checkpoint_s=saving_s,
     )
+
+
+def _defaults(cluster: ClusterFacts | None) -> str:
+    """Of the home that passwd names, as Slurm has it."""
+    if cluster is None or "user_defaults" not in cluster.config.get("CliFilterPlugins", ""):
+        return ""
+    try:
+        with Path(pwd.getpwuid(os.getuid()).pw_dir, ".slurm", "defaults").open("rb") as file:
+            return file.read(MAX_BYTES).decode(errors="replace")
+    except (OSError, KeyError):
+        return ""  # Slurm, too, then goes without
 
 
 def _type_of(mounts: str, path: str) -> str:

@@ -88,6 +88,9 @@ RULES: tuple[Rule, ...] = (
          near="`sbatch --export=NONE`, `env -u`, `env -i`"),
     Rule("export-none", WARNING, "srun inherits --export=NONE: the ranks get no variable that this script sets.",
          "srun --export=ALL ...", OURS, restart.export_none, near="`unset SLURM_EXPORT_ENV`"),
+    Rule("defaults-stay", ERROR, "sbatch takes this from ~/.slurm/defaults, and nothing that is written here takes it back.",
+         "remove the line from ~/.slurm/defaults", OURS, cluster.defaults_that_stay, needs_cluster=True,
+         near="clusters without cli_filter/user_defaults, which do not read that file; options that this script sets itself"),
     # ----------------------------------------------------------------------------------------------------- times, places
     Rule("limit-below-checkpoint", ERROR, "The time limit comes before the first new checkpoint: each restart repeats it.",
          "a longer --time, or checkpoints more often", "", cluster.limit_below_checkpoint),
@@ -99,7 +102,8 @@ RULES: tuple[Rule, ...] = (
          "a directory on the file system that all nodes share", "", cluster.node_local,
          near="NFS, Lustre, GPFS and the like; what the type alone cannot say is only noted"),
     Rule("missing-log-folder", ERROR, "The job ends FAILED 0:53 before its first line, without a log.", "mkdir -p FOLDER", OURS,
-         cluster.missing_log_folder, near="a folder with a variable in it, which is another finding"),
+         cluster.missing_log_folder, near="a folder with a variable in it, which is another finding; Slurm 23.02 and later, "
+         "which makes it"),
     Rule("missing-workdir", ERROR, "Slurm runs the job in /tmp instead and may call it COMPLETED.", "mkdir -p FOLDER", OURS,
          cluster.missing_workdir),
     # ---------------------------------------------------------------------------------------------------------- evidence

@@ -42,7 +42,6 @@ def render(config: RunConfig) -> str:
             template=TEMPLATE,
             options=_options(config, run_dir),
             run_dir=str(run_dir.root),
-            srun_run_dir=_percent(str(run_dir.root)),
             argv=_argv(config.command),
             notice_s=_notice_s(config),
         )
@@ -63,14 +62,20 @@ def _argv(command: tuple[str, ...] | str) -> list[str]:
 
 
 def _options(config: RunConfig, run_dir: RunDir) -> list[str]:
-    """The #SBATCH options, in the order in which they are written."""
+    """The #SBATCH options, in the order in which they are written. All that the run stands on is said, also where it is what
+    Slurm would do anyway: a ~/.slurm/defaults (with the cluster's cli_filter/user_defaults) holds where the script is silent,
+    and `ntasks=1` in it makes one rank of a gang (22.05.8)."""
+    log = _percent(str(run_dir.logs)) + "/batch-%j.log"
     options = [
         f"--job-name={config.slug}",
         f"--nodes={config.gang.nodes}",
         f"--ntasks-per-node={config.gang.ranks_per_node}",
+        f"--ntasks={config.gang.world_size}",
         "--requeue",
         "--open-mode=append",
-        "--output=" + _percent(str(run_dir.logs)) + "/batch-%j.log",
+        f"--output={log}",
+        f"--error={log}",
+        "--export=ALL",
         f"--chdir={config.workdir}",
     ]
     for key, value in config.slurm.items():

@@ -35,7 +35,12 @@ def submit(
     except KreaRunnerError as error:
         history.set_run_state(run.run_id, RunState.STOPPED, f"not submitted: {error}", now=clock.wall())
         raise
-    history.set_submitted(run.run_id, job_id, now=clock.wall())
+    if not history.set_submitted(run.run_id, job_id, now=clock.wall()):
+        scheduler.cancel(job_id)
+        raise KreaRunnerError(
+            f"{run.name!r} was stopped while it was being submitted: job {job_id} is cancelled",
+            hint=f"see that it ends: squeue -j {job_id}",
+        )
     return history.run(run.run_id)
 
 

@@ -51,16 +51,35 @@ class NodeRecord:
         return not _OUT.isdisjoint(word.rstrip("*~#!%$@^-") for word in words) or words[0].endswith("*")
 
     @property
+    def is_reserved(self) -> bool:
+        """Slurm 22.05 does not print the reservation's name."""
+        return self.reservation != "" or not {"RESERVED", "MAINTENANCE"}.isdisjoint(self.raw_state.split("+"))
+
+    @property
     def is_ours(self) -> bool:
         return self.reason.startswith(DRAIN_PREFIX)
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a job may run. `excluded`: its list of excluded nodes, whoever put them there."""
+    """Where a job may run. Empty is: anywhere, as far as that goes."""
 
-    partitions: tuple[str, ...]
-    excluded: tuple[str, ...]
+    partitions: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+    """Its list of excluded nodes, whoever put them there."""
+    required: tuple[str, ...] = ()
+    """The nodes that it asks for by name: without one of them it never starts (BadConstraints)."""
+    reservation: str = ""
+    features: frozenset[str] = frozenset()
+    """What its nodes must have, where that is a plain list of features."""
+
+    def allows(self, node: NodeRecord) -> bool:
+        return (
+            (not self.partitions or not set(self.partitions).isdisjoint(node.partitions))
+            and node.is_reserved == bool(self.reservation)
+            and node.reservation in {"", self.reservation}
+            and self.features.issubset(node.features)
+        )
 
 
 class Scheduler(Protocol):
@@ -93,12 +112,13 @@ class Scheduler(Protocol):
         """All the caller's jobs that the scheduler knows, ended ones included, and those of `known` that only its
         accounting remembers: what one tick asks, once, whatever the number of runs."""
 
-    def starts(self, job_id: str) -> list[JobRecord]:
-        """Accounting's record of each start of a job, oldest first, `raw_state` with who cancelled it; empty where the
-        cluster keeps none. Not to be asked of in a tick in which nothing has ended."""
+    def starts(self, job_ids: Sequence[str]) -> dict[str, list[JobRecord]]:
+        """Accounting's record of each start of these jobs, oldest first, `raw_state` with who cancelled it; empty where the
+        cluster keeps none. One call however many; not to be asked of in a tick in which nothing has ended."""
 
-    def submit(self, script: Path, *, tag: str) -> str:
-        """Queue a batch script whose `#SBATCH` lines hold all options; returns the job id.
+    def submit(self, script: Path, *, tag: str, excluded: Sequence[str] = ()) -> str:
+        """Queue a batch script whose `#SBATCH` lines hold all options; returns the job id. `excluded`, where there are any,
+        takes the place of the script's own excluded nodes.
 
         Raises: SchedulerError when refused; SchedulerUnavailable when no answer came: the job may exist, look for its
         tag before trying again.

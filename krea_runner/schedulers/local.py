@@ -57,8 +57,8 @@ class LocalScheduler:
     def find_by_tag(self, tag: str) -> list[JobRecord]:
         return [job for job in reversed(self.my_jobs([]).values()) if job.comment == tag]
 
-    def starts(self, job_id: str) -> list[JobRecord]:
-        return []
+    def starts(self, job_ids: Sequence[str]) -> dict[str, list[JobRecord]]:
+        return {}
 
     def _record(self, job_id: str) -> JobRecord:
         home = self._home(job_id)
@@ -96,7 +96,7 @@ class LocalScheduler:
 
     # ------------------------------------------------------------------------------------------------------ writes
 
-    def submit(self, script: Path, *, tag: str) -> str:
+    def submit(self, script: Path, *, tag: str, excluded: Sequence[str] = ()) -> str:
         try:
             text = script.read_text()
         except OSError as error:
@@ -121,7 +121,7 @@ class LocalScheduler:
             name=options.get("job-name", script.name),
             tag=tag,
             nodes=[],
-            excluded=expand(options.get("exclude", "")),
+            excluded=list(excluded) or expand(options.get("exclude", "")),
             tasks_per_node=int(options.get("ntasks-per-node", "1")),
             output=options.get("output", "slurm-%j.out"),
             append=options.get("open-mode", "truncate") == "append",
@@ -176,7 +176,7 @@ class LocalScheduler:
         return self._nodes.records(names)
 
     def placement(self, job_id: str) -> Placement:
-        return Placement((PARTITION,), tuple(load(self._home(job_id)).excluded))
+        return Placement((PARTITION,), excluded=tuple(load(self._home(job_id)).excluded))
 
     def exclude(self, job_id: str, names: Sequence[str]) -> None:
         home = self._home(job_id)
@@ -267,7 +267,7 @@ _USED = frozenset(
 )
 # What means nothing on one machine without limits.
 _IGNORED = frozenset(
-    "account comment constraint contiguous cpus-per-task cpus-per-gpu exclusive export gpus gpus-per-node gpus-per-task "
+    "account comment constraint contiguous cpus-per-task cpus-per-gpu error exclusive export gpus gpus-per-node gpus-per-task "
     "gres hint hold licenses mail-type mail-user mem mem-per-cpu mem-per-gpu nice nodelist ntasks overcommit partition qos "
     "reboot reservation signal spread-job switches tmp wckey threads-per-core kill-on-invalid-dep distribution".split()
 )

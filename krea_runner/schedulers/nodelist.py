@@ -1,5 +1,6 @@
 """Slurm's folded node lists: `n[01-04,7],m1` ⇄ names. Order and form are those of `scontrol show hostnames` and `scontrol
-show hostlist` (22.05.8): nothing is sorted, nothing is made unique."""
+show hostlist` (22.05.8 to 26.05): nothing is sorted, nothing is made unique. Something after the last bracket, `n[1-2]x`, is
+refused by 22.05 and read by 24.11, and so here."""
 
 import itertools
 import re
@@ -11,7 +12,7 @@ MAX_RANGE = 65536  # as Slurm: MAX_RANGE of hostlist.c
 
 
 class NodelistError(KreaRunnerError):
-    """Not a node list, as Slurm sees it: a suffix after the last bracket, a range that runs backwards, ..."""
+    """Not a node list, as Slurm sees it: a bracket without its other half, a range that runs backwards, ..."""
 
     exit_code = 2
 
@@ -50,14 +51,14 @@ def _expand_group(group: str, whole: str) -> list[str]:
             raise NodelistError(f"node list {whole[:200]!r}: a bracket without its other half")
         return [group]
     *fixed, suffix = pieces[::2]
-    if suffix or any("[" in text or "]" in text for text in fixed):
-        raise NodelistError(f"node list {whole[:200]!r}: nothing may come after the last bracket but a comma")
+    if any("[" in text or "]" in text for text in (*fixed, suffix)):
+        raise NodelistError(f"node list {whole[:200]!r}: a bracket without its other half")
     choices = [_numbers(text, whole) for text in pieces[1::2]]
     # Of several brackets the last runs fastest; of those before it, the first does (22.05.8).
     *outer, last = choices
     combinations = (tuple(reversed(chosen)) for chosen in itertools.product(*reversed(outer)))
     return [
-        "".join(itertools.chain.from_iterable(zip(fixed, (*chosen, number), strict=True)))
+        "".join(itertools.chain.from_iterable(zip(fixed, (*chosen, number), strict=True))) + suffix
         for chosen in combinations
         for number in last
     ]

@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from krea_runner.schedulers.nodelist import fold
 from krea_runner.schedulers.slurm_parse import (
     ACCOUNTING_OFF,
     JOB_FORMAT,
+    ROW_END,
     SACCT_FIELDS,
     answers,
     parse_sacct,
@@ -54,8 +56,9 @@ def sacct_argv(job_ids: Sequence[str]) -> list[str]:
     return ["sacct", "-D", "-X", "-P", "-n", "-S", "1970-01-02", "-j", asked, f"--format={fields}"]
 
 
-def sbatch_argv(script: Path, tag: str) -> list[str]:
-    return ["sbatch", "--parsable", f"--comment={tag}", str(script)]
+def sbatch_argv(script: Path, tag: str, excluded: Sequence[str] = ()) -> list[str]:
+    nodes = [f"--exclude={fold(excluded)}"] if excluded else []
+    return ["sbatch", "--parsable", f"--comment={tag}", *nodes, str(script)]
 
 
 def requeue_argv(job_id: str) -> list[str]:
@@ -103,14 +106,12 @@ class SlurmCli:
         when it is all that was asked for, SchedulerUnavailable."""
         if not job_ids:
             return {}
-        done = self._ask(squeue_argv(job_ids), doing="asking for jobs")
-        found = answers(job_ids, parse_squeue(done.stdout, done.stderr))
+        found = answers(job_ids, self._squeue(squeue_argv(job_ids), doing="asking for jobs"))
         return found | self._forgotten(job_ids, found)
 
     def my_jobs(self, known: Sequence[str]) -> dict[str, JobRecord]:
         everybody = not self.transport.host and os.geteuid() == 0
-        done = self._ask(my_jobs_argv(everybody=everybody), doing="asking for your jobs")
-        records = parse_squeue(done.stdout, done.stderr)
+        records = self._squeue(my_jobs_argv(everybody=everybody), doing="asking for your jobs")
         found = {record.job_id: record for record in records} | answers(known, records)
         return found | self._forgotten(known, found)
 
@@ -118,10 +119,11 @@ class SlurmCli:
         tagged = [job for job in self.my_jobs([]).values() if job.comment == tag]
         return sorted(tagged, key=lambda job: job.submitted_at or 0.0, reverse=True)
 
-    def starts(self, job_id: str) -> list[JobRecord]:
-        return [self._with_name(start) for start in self._accounting([job_id]).get(job_id, [])]
+    def starts(self, job_ids: Sequence[str]) -> dict[str, list[JobRecord]]:
+        found = self._accounting(job_ids) if job_ids else {}
+        return {job_id: [self._with_name(start) for start in starts] for job_id, starts in found.items()}
 
-    def submit(self, script: Path, *, tag: str) -> str:
+    def submit(self, script: Path, *, tag: str, excluded: Sequence[str] = ()) -> str:
         doing = f"submitting {script}"
         # The failures to ask that are a definite no: nothing was sent.
         try:
@@ -130,7 +132,7 @@ class SlurmCli:
             raise SchedulerError(f"{doing}: {error}", hint=error.hint) from error
         if not found:
             raise SchedulerError(f"{doing}: sbatch is not on PATH", hint=_NOT_ON_PATH)
-        argv = sbatch_argv(script, tag)
+        argv = sbatch_argv(script, tag, excluded)
         try:
             done = self._ask(argv, doing=doing, timeout_s=SUBMIT_TIMEOUT_S, users_environment=True)
         except SchedulerError as error:
@@ -206,6 +208,13 @@ class SlurmCli:
             argv, doing=doing, timeout_s=timeout_s, users_environment=users_environment, transport=self.transport
         )
 
+    def _squeue(self, argv: Sequence[str], *, doing: str) -> list[JobRecord]:
+        """Of an answer whose rows end as nobody can know: root asks for everybody's jobs, and in a name or a comment somebody
+        could have written the row of another's job."""
+        mark = secrets.token_hex(8)
+        done = self._ask([*argv[:-1], argv[-1] + mark], doing=doing)
+        return parse_squeue(done.stdout, done.stderr, row_end=ROW_END + mark)
+
     def _with_name(self, record: JobRecord) -> JobRecord:
         """`CANCELLED by alice`, where sacct has `CANCELLED by 1001`."""
         word, by, uid = record.raw_state.partition(" by ")
@@ -222,7 +231,7 @@ class SlurmCli:
             return {}
         try:
             return answers(gone, [starts[-1] for starts in self._accounting(gone, last=True).values()])
-        except SchedulerUnavailable:
+        except SchedulerError:  # a refusal too: the other jobs have been seen
             if not found:
                 raise
             unseen = "not in squeue, and accounting does not answer"

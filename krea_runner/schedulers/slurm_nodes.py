@@ -14,12 +14,13 @@ from krea_runner.schedulers.nodelist import NodelistError, expand
 
 NODES_ARGV = ("scontrol", "-a", "show", "node")
 _NOTHING = frozenset({"", "(null)", "N/A", "None"})
-_ROW_END = "\x1e"
+_FIELD_END, _ROW_END = "\x1f", "\x1e"  # a partition may be called `a|b` (22.05.8)
+_FORMAT = _FIELD_END.join(("%P", "%x", "%n", "%v", "%f"))
 
 
 def placement_argv(job_id: str) -> list[str]:
     # Not -O, which has no field for excluded nodes (22.05.8). The id twice: a single one that is not known is an error.
-    return ["squeue", "-a", "-r", "-h", "-t", "all", "-j", f"{job_id},{job_id}", "-o", f"%P|%x{_ROW_END}"]
+    return ["squeue", "-a", "-r", "-h", "-t", "all", "-j", f"{job_id},{job_id}", "-o", f"{_FORMAT}{_ROW_END}"]
 
 
 def parse_placement(stdout: str) -> Placement:
@@ -30,10 +31,18 @@ def parse_placement(stdout: str) -> Placement:
     row, end, _ = stdout.partition(_ROW_END)
     if not stdout.strip():
         raise JobNotFound("asking for the nodes of a job: Slurm does not know it", hint="your jobs: squeue --me")
-    partitions, bar, excluded = row.partition("|")
-    if not end or not bar:
+    values = ["" if value in _NOTHING else value for value in row.split(_FIELD_END, 4)]
+    if not end or len(values) < 5:
         raise SchedulerOutputError("reading squeue: not what was asked for", line=stdout)
-    return Placement(tuple(partitions.split(",")), tuple(_names("" if excluded in _NOTHING else excluded)))
+    partitions, excluded, required, reservation, features = values
+    return Placement(
+        partitions=_words(partitions),
+        excluded=tuple(_names(excluded)),
+        required=tuple(_names(required)),
+        reservation=reservation,
+        # `[a|b]`, `a*2`, ...: which nodes those allow is Slurm's to know.
+        features=frozenset(re.split("[&,]", features) if re.fullmatch(r"[\w.&,-]+", features) else ()),
+    )
 
 
 def parse_nodes(stdout: str, names: Sequence[str] | None = None) -> dict[str, NodeRecord]:

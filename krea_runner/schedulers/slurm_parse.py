@@ -22,24 +22,19 @@ JOB_FORMAT = ",".join(f"{field}:{end}" for field, end in zip(JOB_FIELDS, _ENDS, 
 _NOTHING = frozenset({"", "N/A", "n/a", "NONE", "None", "Unknown", "(null)", "None assigned"})
 
 
-def parse_squeue(stdout: str, stderr: str = "") -> list[JobRecord]:
-    """Records in the order printed, from `squeue -h -r` with JOB_FORMAT and epoch times.
+def parse_squeue(stdout: str, stderr: str = "", *, row_end: str = ROW_END) -> list[JobRecord]:
+    """Records in the order printed, from `squeue -h -r` with JOB_FORMAT and epoch times. A comment may hold any characters:
+    that it does not end its row is the business of who asks, with a `row_end` that nobody could know.
 
     Raises: SchedulerOutputError.
     """
-    *rows, rest = stdout.split(f"{ROW_END}\n")
+    *rows, rest = stdout.split(f"{row_end}\n")
     if rest:
         raise unreadable("squeue", rest)
     if not rows and ": error:" in stderr:
         # 22.05.8: `Invalid job format specification` comes with exit code 0. Not "no jobs".
         raise unreadable("squeue", stderr)
-    whole: list[str] = []
-    for row in rows:
-        if whole and not re.match(r"\d[\d_+]*\|", row):  # the end of a row can stand inside a comment, too
-            whole[-1] += f"{ROW_END}\n{row}"
-        else:
-            whole.append(row)
-    return [_job(row) for row in whole]
+    return [_job(row) for row in rows]
 
 
 def _job(row: str) -> JobRecord:
@@ -239,7 +234,12 @@ _REFUSALS: tuple[tuple[str, type[SchedulerError], str], ...] = (
     ),
     (r"Job is pending execution", SchedulerError, "it waits in the queue already: squeue --me"),
     (r"Access/permission denied|Invalid user id", SchedulerError, _OWNER),
-    (r"Invalid partition|No partition specified", SchedulerError, "the partitions: sinfo -s"),
+    (
+        r"No partition specified",
+        SchedulerError,
+        'the cluster has no default one: [slurm] partition = "NAME", of those in: sinfo -s',
+    ),
+    (r"Invalid partition", SchedulerError, "the partitions: sinfo -s"),
     (
         r"Invalid account|Invalid qos|accounting/QOS policy",
         SchedulerError,

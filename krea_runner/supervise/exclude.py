@@ -1,31 +1,59 @@
 """Which nodes a requeued job is kept off: the user's own and ours, and never so many that the gang finds no place."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
 
-from krea_runner.errors import SchedulerError
+from krea_runner.errors import JobNotFound, SchedulerError
 from krea_runner.history.exclusions import list_exclusions
 from krea_runner.history.store import History
 from krea_runner.model import Run, RunConfig
 from krea_runner.schedulers import NodeRecord, Placement, Scheduler
-from krea_runner.schedulers.nodelist import expand
+from krea_runner.schedulers.nodelist import expand, fold
 
 
-def start_elsewhere(scheduler: Scheduler, run: Run, job_id: str, history: History, now: float) -> None:
-    """Lift the start time, together with the exclusions that are on record. Where Slurm does not take those, the start comes
-    first: a job that does not run helps nobody.
+def start_elsewhere(scheduler: Scheduler, run: Run, job_id: str, history: History, now: float) -> str:
+    """Lift the start time, together with the exclusions that are on record. Returns what is to be said of those.
 
     Raises: SchedulerError.
     """
     excluded = _excluded(scheduler, run, job_id, history, now)
-    if excluded is not None:
-        try:
-            scheduler.start_now(job_id, excluded)
-            return
-        except SchedulerError as error:
-            if error.transient:
-                raise
-    scheduler.start_now(job_id)
+    if excluded is None:
+        scheduler.start_now(job_id)
+        return ""
+    return _first_with(excluded, lambda: scheduler.start_now(job_id, excluded), lambda: scheduler.start_now(job_id))[1]
+
+
+def submit_elsewhere(
+    scheduler: Scheduler, run: Run, script: Path, old_job: str, history: History, now: float
+) -> tuple[str, str]:
+    """Submit the run's script as a new job, in place of `old_job`, off the same nodes. Returns the job id, and what is to be
+    said of the exclusions.
+
+    Raises: SchedulerError, as submit does.
+    """
+    excluded = _excluded(scheduler, run, old_job, history, now)
+    if excluded is None:
+        return scheduler.submit(script, tag=run.tag), ""
+    return _first_with(
+        excluded,
+        lambda: scheduler.submit(script, tag=run.tag, excluded=excluded),
+        lambda: scheduler.submit(script, tag=run.tag),
+    )
+
+
+_T = TypeVar("_T")
+
+
+def _first_with(excluded: Sequence[str], do: Callable[[], _T], without: Callable[[], _T]) -> tuple[_T, str]:
+    """Where Slurm does not take the exclusions, the start comes first: a job that does not run helps nobody."""
+    try:
+        return do(), f"off {fold(excluded)}" if excluded else "no node excluded any more"
+    except SchedulerError as error:
+        if error.transient:
+            raise
+        return without(), f"NOT kept off {fold(excluded)}: {error}"
 
 
 def _excluded(scheduler: Scheduler, run: Run, job_id: str, history: History, now: float) -> list[str] | None:
@@ -33,7 +61,11 @@ def _excluded(scheduler: Scheduler, run: Run, job_id: str, history: History, now
     known = list_exclusions(history, user=run.user, run_id=run.run_id)
     if not known:
         return None
-    placement = scheduler.placement(job_id)
+    try:
+        placement = scheduler.placement(job_id)
+    except JobNotFound:  # the partition of a job that is forgotten, where run.toml names one
+        named = str(run.config.slurm.get("partition", ""))
+        placement = Placement(tuple(filter(None, named.split(","))))
     active = list(dict.fromkeys(exclusion.node for exclusion in known if exclusion.is_active(now)))
     ever = {exclusion.node for exclusion in known}
     own = list(dict.fromkeys([*users_own(run.config), *(node for node in placement.excluded if node not in ever)]))
@@ -53,15 +85,17 @@ def users_own(config: RunConfig) -> list[str]:
 def choose(
     nodes: Mapping[str, NodeRecord], placement: Placement, own: Sequence[str], wanted: Sequence[str], gang: int
 ) -> list[str]:
-    """Those of `wanted`, the most urgent first, that can be excluded while `gang` nodes remain which can take the job."""
-    left = {
-        name
-        for name, node in nodes.items()
-        if not node.is_out and not set(placement.partitions).isdisjoint(node.partitions) and name not in own
-    }
+    """Those of `wanted`, the most urgent first, that can be excluded while `gang` nodes remain which can take the job, and
+    that it does not ask for by name."""
+    left = {name for name, node in nodes.items() if not node.is_out and placement.allows(node) and name not in own}
     chosen = []
     for name in wanted:
-        if name in nodes and name not in own and len(left - {name}) >= min(gang, len(left)):
+        if (
+            left
+            and name in nodes
+            and name not in {*own, *placement.required}
+            and len(left - {name}) >= min(gang, len(left))
+        ):
             chosen.append(name)
             left.discard(name)
     return chosen

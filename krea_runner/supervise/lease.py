@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 
 from krea_runner.history.store import History, Lease
@@ -15,19 +16,22 @@ def own_holder() -> str:
     return f"{socket.gethostname()}:{os.getpid()}:{_started(os.getpid())}"
 
 
-def take_lease(history: History, run_id: int, holder: str, now: float) -> Lease | None:
-    """None while a living supervisor holds it. The lease of one that died on this host is taken over at once."""
-    lease = history.take_lease(run_id, holder, now=now, until=now + LEASE_S)
-    if lease is None:
+def take_leases(history: History, run_ids: Iterable[int], holder: str, now: float) -> dict[int, Lease]:
+    """By run; one that a living supervisor holds is not among them. The lease of one that died on this host is taken over at
+    once."""
+    wanted, until = set(run_ids), now + LEASE_S
+    taken = history.take_leases(wanted, holder, now=now, until=until)
+    for run_id in wanted - set(taken):
         other = history.lease_holder(run_id)
         if other is not None and _is_dead_here(other):
-            lease = history.take_lease(run_id, holder, now=now, until=now + LEASE_S, dead=other)
-    return lease
+            taken |= history.take_leases([run_id], holder, now=now, until=until, dead=other)
+    return taken
 
 
 def _is_dead_here(holder: str) -> bool:
-    host, pid, started = holder.rsplit(":", 2)
-    return host == socket.gethostname() and _started(int(pid)) != started
+    host, _, process = holder.partition(":")
+    pid, _, started = process.partition(":")
+    return host == socket.gethostname() and pid.isdigit() and _started(int(pid)) != started
 
 
 def _started(pid: int) -> str:

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 from krea_runner.errors import HistoryUnavailable
-from krea_runner.supervise.tick import Supervisor, TickReport, look, tick
+from krea_runner.supervise.supervisor import Supervisor, TickReport
+from krea_runner.supervise.tick import look, tick
 
 # Heartbeats are flushed once a second: looking more often sees nothing new.
 LOOK_S = 1.0

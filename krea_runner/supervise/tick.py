@@ -1,20 +1,24 @@
 """One pass of the supervisor over all runs of a user: observe → diagnose → decide → act, and one sentence a run."""
 
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+import traceback
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from krea_runner.clock import Clock
-from krea_runner.decide.decision import Case, decide
+from krea_runner.decide.decision import RESTARTS, Case, decide
 from krea_runner.diagnose.end import diagnose_end, end_of, exit_codes, is_held_by_slurm
 from krea_runner.diagnose.hang import judge_hang
-from krea_runner.errors import FilesUnavailable, HistoryUnavailable, SchedulerError
+from krea_runner.errors import ConfigError, FilesUnavailable, HistoryUnavailable, KreaRunnerError, SchedulerError
 from krea_runner.history.store import History, Lease, LeaseLost, TickRecord
 from krea_runner.model import (
+    ActionStage,
     Attempt,
     AttemptKey,
     DecisionKind,
     Finding,
+    Incident,
     JobRecord,
     JobState,
     Run,
@@ -25,21 +29,20 @@ from krea_runner.model import (
     Watch,
 )
 from krea_runner.observe.snapshot import observe
-from krea_runner.schedulers import NodeRecord, Scheduler
+from krea_runner.schedulers import Scheduler
 from krea_runner.schedulers.nodelist import NodelistError, expand
-from krea_runner.supervise.act import Work, carry_out, is_the_runs_own
+from krea_runner.supervise.act import SAME_SUBMIT_S, Work, carry_out, is_the_runs_own, refused_starts
 from krea_runner.supervise.attempts import action_for, closed, last_sign_mono, note_recovery, queue_line, updated
 from krea_runner.supervise.evidence import keep_evidence
-from krea_runner.supervise.lease import take_lease
+from krea_runner.supervise.lease import take_leases
+from krea_runner.supervise.submissions import LOST_SUBMISSION_S, end_ghosts, find_submission
+from krea_runner.supervise.supervisor import RunLine, Supervisor, TickReport
 from krea_runner.transport.mirror import looked_at_together
 
 # How long one tick may spend on carrying out actions; the rest is the next tick's.
 ACT_S = 20.0
-# A submission whose answer was lost is looked for this long before a person is asked.
-LOST_SUBMISSION_S = 600.0
 # A job that Slurm does not know (any more) may still have ranks somewhere: this long without a sign of them first.
 GONE_S = 60.0
-TAG_PREFIX = "krea_runner/"
 
 _STATE_AFTER = {
     DecisionKind.HOLD: RunState.HELD,
@@ -48,60 +51,25 @@ _STATE_AFTER = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class RunLine:
-    """What one tick says of one run. `news`: something was decided or done, worth a line in a log."""
-
-    run: Run
-    text: str
-    news: bool = False
-    blind: bool = False
-
-
-@dataclass(slots=True)
-class TickReport:
-    lines: list[RunLine] = field(default_factory=list)
-    snapshots: list[Snapshot] = field(default_factory=list)
-    """Of the runs in which this tick found nothing wrong; the loop goes on watching these."""
-    error: HistoryUnavailable | None = None
-    """Set when the history could not be used: nothing was looked at, nothing was done."""
-
-    @property
-    def blind(self) -> str:
-        """Why this tick could not see, for the first run it could not see; empty when it saw all."""
-        if self.error is not None:
-            return str(self.error)
-        return next((f"{line.run.name}: {line.text}" for line in self.lines if line.blind), "")
-
-
-@dataclass(slots=True)
-class Supervisor:
-    """What a tick needs. `memory` keeps each attempt's watch between looks of the same process, finer than the history
-    does between ticks."""
-
-    history: History
-    open_scheduler: Callable[[str], Scheduler]
-    clock: Clock
-    user: str
-    holder: str
-    dry_run: bool = False
-    accounting_is_away: bool = False
-    nodes: dict[str, NodeRecord] | None = None
-    """Both in the present tick, of one scheduler."""
-    memory: dict[int, Watch] = field(default_factory=dict)
-
-
 def tick(supervisor: Supervisor) -> TickReport:
     """Raises: HistoryError (nothing can be remembered, so nothing is done). A scheduler that cannot be asked is in the
     report, not raised."""
-    history, clock = supervisor.history, supervisor.clock
+    with supervisor.history.kept_open():
+        return _tick(supervisor, supervisor.history, supervisor.clock)
+
+
+def _tick(supervisor: Supervisor, history: History, clock: Clock) -> TickReport:
     report = TickReport()
     runs = {
         run.run_id: run
         for run in history.list_runs(user=supervisor.user, states=[s for s in RunState if s.is_supervised])
         + history.runs_with_open_actions(user=supervisor.user)
     }
-    for endpoint in sorted({run.config.endpoint for run in runs.values()}):
+    # A job of theirs may still come: a submission that was under way when they were stopped.
+    stopped = history.list_runs(
+        user=supervisor.user, states=[RunState.STOPPED], changed_since=clock.wall() - LOST_SUBMISSION_S
+    )
+    for endpoint in sorted({run.config.endpoint for run in [*runs.values(), *stopped]}):
         _tick_group(supervisor, endpoint, [run for run in runs.values() if run.config.endpoint == endpoint], report)
     if not supervisor.dry_run:
         history.record_tick(TickRecord(socket.gethostname(), supervisor.user, clock.wall(), report.blind))
@@ -111,45 +79,71 @@ def tick(supervisor: Supervisor) -> TickReport:
 def _tick_group(supervisor: Supervisor, endpoint: str, runs: list[Run], report: TickReport) -> None:
     """All runs of one scheduler: leases first, so that what is then asked cannot be outdated by another supervisor."""
     history, clock = supervisor.history, supervisor.clock
-    supervisor.accounting_is_away, supervisor.nodes = False, None
+    supervisor.starts, supervisor.nodes = None, None
     leases: dict[int, Lease] = {}
     work: list[Work] = []
     try:
+        leases = _leases(supervisor, runs)
         for run in runs:
-            lease = _lease(supervisor, run)
-            if lease is not None:
-                leases[run.run_id] = lease
-            else:
+            if run.run_id not in leases:
                 holder = history.lease_holder(run.run_id) or "another supervisor"
                 report.lines.append(RunLine(run, f"left to {holder}, who holds its lease"))
-        ours = [history.run(run_id) for run_id in leases]  # as they are under the lease
+        ours = history.runs(leases)  # as they are under the lease
+        under_way = history.open_actions(leases)
         scheduler = supervisor.open_scheduler(endpoint)
-        jobs = scheduler.my_jobs([run.job_id for run in ours if run.job_id is not None])
+        supervisor.job_ids = [run.job_id for run in ours if run.job_id is not None]
+        jobs = scheduler.my_jobs(supervisor.job_ids)
         with looked_at_together(_present_attempts(ours, jobs)):
             for run in ours:
-                try:
-                    line = _tick_run(supervisor, scheduler, run, jobs, leases[run.run_id], report)
-                except FilesUnavailable as error:
-                    line = RunLine(run, f"could not see: {error}", blind=True)
-                report.lines.append(line)
-                action = None if supervisor.dry_run else history.open_action(run.run_id)
-                if action is not None:
-                    work.append(Work(run, scheduler, leases[run.run_id], action))
+                if run.run_id in under_way:
+                    report.lines.append(RunLine(run, "an action is under way"))
+                else:
+                    report.lines.append(_look_at(supervisor, scheduler, run, jobs, leases[run.run_id], report))
+        if not supervisor.dry_run:
+            _save_quiet(history, report, leases)
+            intended = history.open_actions(leases)
+            work += [
+                Work(run, scheduler, leases[run.run_id], intended[run.run_id]) for run in ours if run.run_id in intended
+            ]
         carry_out(work, history, clock, deadline=clock.mono() + ACT_S)
-        report.lines += _end_ghosts(supervisor, scheduler, jobs)
-    except (SchedulerError, FilesUnavailable) as error:
+        report.lines += end_ghosts(supervisor, scheduler, jobs, just_replaced={item.action.job_id for item in work})
+    except (SchedulerError, FilesUnavailable, ConfigError) as error:
         settled = {line.run.run_id for line in report.lines} - {
             item.run.run_id for item in work if item.action.stage.is_open
         }
         unseen = [run for run in runs if run.run_id not in settled]
-        report.lines += [RunLine(run, f"could not see: {error}", blind=True) for run in unseen]
-    except LeaseLost as error:
-        report.lines.append(RunLine(runs[0], str(error)))
+        report.lines += [RunLine(run, _unseen(error), blind=True) for run in unseen]
     finally:
         report.lines += [RunLine(item.run, _action_line(item), news=True) for item in work]
         if not supervisor.dry_run:
-            for lease in leases.values():
-                history.drop_lease(lease)
+            history.drop_leases(leases.values())
+
+
+def _look_at(
+    supervisor: Supervisor,
+    scheduler: Scheduler,
+    run: Run,
+    jobs: Mapping[str, JobRecord],
+    lease: Lease,
+    report: TickReport,
+) -> RunLine:
+    """What is wrong with one run, or with our own eyes for it, keeps nobody from looking at the others."""
+    try:
+        return _tick_run(supervisor, scheduler, run, jobs, lease, report)
+    except LeaseLost as error:
+        return RunLine(run, str(error))
+    except HistoryUnavailable:
+        raise
+    except KreaRunnerError as error:
+        return RunLine(run, _unseen(error), blind=True)
+    except Exception as error:  # noqa: BLE001
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        fault = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+        return RunLine(run, f"could not see, a fault of krea-runner itself: {fault}", blind=True)
+
+
+def _unseen(error: KreaRunnerError) -> str:
+    return f"could not see: {error}" + (f" ({error.hint})" if error.hint else "")
 
 
 def _present_attempts(runs: list[Run], jobs: Mapping[str, JobRecord]) -> list[tuple[RunConfig, AttemptKey]]:
@@ -157,10 +151,11 @@ def _present_attempts(runs: list[Run], jobs: Mapping[str, JobRecord]) -> list[tu
     return [(config, AttemptKey(job.job_id, job.restart_count)) for config, job in found if job is not None]
 
 
-def _lease(supervisor: Supervisor, run: Run) -> Lease | None:
+def _leases(supervisor: Supervisor, runs: list[Run]) -> dict[int, Lease]:
     if supervisor.dry_run:  # nothing will be written, so nothing needs to be kept from others
-        return Lease(run.run_id, supervisor.holder, generation=-1)
-    return take_lease(supervisor.history, run.run_id, supervisor.holder, supervisor.clock.wall())
+        return {run.run_id: Lease(run.run_id, supervisor.holder, generation=-1) for run in runs}
+    ids = [run.run_id for run in runs]
+    return take_leases(supervisor.history, ids, supervisor.holder, supervisor.clock.wall())
 
 
 def _action_line(item: Work) -> str:
@@ -170,7 +165,8 @@ def _action_line(item: Work) -> str:
         if not action.stage.is_open
         else f"under way ({action.stage.lower()}), the next tick goes on"
     )
-    return f"{action.kind.lower()} of job {action.job_id} {state}" + (f": {action.detail}" if action.detail else "")
+    said = "; ".join(filter(None, [action.detail, item.trouble]))
+    return f"{action.kind.lower()} of job {action.job_id} {state}" + (f": {said}" if said else "")
 
 
 # ------------------------------------------------------------------------------------------------------------ one run
@@ -186,11 +182,12 @@ def _tick_run(
 ) -> RunLine:
     history = supervisor.history
     if run.state is RunState.SUBMITTING:
-        return _find_submission(supervisor, run, jobs)
-    if not run.state.is_supervised or history.open_action(run.run_id) is not None:
-        return RunLine(run, "an action is under way")
+        return find_submission(supervisor, run, jobs)
+    if not run.state.is_supervised:
+        return RunLine(run, f"{run.state.lower()}: {run.state_reason}")
     job = jobs.get(run.job_id) if run.job_id else None
-    latest = history.latest_attempt(run.run_id)
+    known = history.attempts(run.run_id)
+    latest = known[-1] if known else None
     if job is None or not is_the_runs_own(job, run, latest):
         return _job_gone(supervisor, run, latest, lease)
     if job.state is JobState.UNKNOWN:
@@ -200,45 +197,65 @@ def _tick_run(
             blind=True,
         )
     if latest is not None and latest.key.job_id == job.job_id and latest.key.restart_count > job.restart_count:
-        told, known = job.restart_count, latest.key.restart_count
-        return RunLine(run, f"could not see: told of restart {told} when {known} is on record", blind=True)
+        told, seen = job.restart_count, latest.key.restart_count
+        return RunLine(run, f"could not see: told of restart {told} when {seen} is on record", blind=True)
 
     if job.state is JobState.COMPLETING and job.restart_count > (latest.key.restart_count if latest else 0):
         return RunLine(run, "requeued, its last start is still ending")  # how, is not told before it has
-    line = _settle_past(supervisor, scheduler, run, job, lease)
-    attempt, before = _attempt_of(supervisor, run, job)
+    line = _settle_past(supervisor, scheduler, run, job, known, lease)
+    attempt, before = _attempt_of(supervisor, run, job, known)
     snapshot = observe(run, job, attempt, _remembered(supervisor, attempt), supervisor.clock)
     if job.state.is_ended:
-        snapshot = replace(snapshot, accounted=_accounted(supervisor, scheduler, attempt.key))
+        snapshot = replace(snapshot, accounted=_accounted(supervisor, scheduler, attempt.key, known))
     finding = _diagnose(supervisor, scheduler, snapshot)
     attempt = updated(attempt, snapshot, finding)
     snapshot = replace(snapshot, attempt=attempt)
+    hang = judge_hang(snapshot)
+    quiet = line is None and finding is None and hang.finding is None and job.state is not JobState.COMPLETED
     if not supervisor.dry_run:
-        history.save_observation(attempt, snapshot.watch)
+        if not quiet:
+            history.save_observations((attempt, snapshot.watch))
         _remember(supervisor, attempt, snapshot.watch)
         note_recovery(history, run, before, snapshot)
-
-    if line is not None:
-        return line
-    if job.state is JobState.COMPLETED and finding is None:
-        if not supervisor.dry_run:
-            history.set_run_state(run.run_id, RunState.DONE, "completed", now=snapshot.wall_at)
-        return RunLine(run, "done: the job completed", news=True)
-    hang = judge_hang(snapshot)
-    finding = finding or hang.finding
-    if finding is None:
+    if quiet:
         report.snapshots.append(snapshot)
         text = hang.line if job.state is JobState.RUNNING else queue_line(job)
         return RunLine(run, text, blind=hang.blind)
+    return line or _conclude(supervisor, snapshot, attempt, finding or hang.finding, lease)
+
+
+def _conclude(
+    supervisor: Supervisor, snapshot: Snapshot, attempt: Attempt, finding: Finding | None, lease: Lease
+) -> RunLine:
+    history, run = supervisor.history, snapshot.run
+    if finding is None:
+        if not supervisor.dry_run:
+            history.set_run_state(run.run_id, RunState.DONE, "completed", now=snapshot.wall_at)
+        return RunLine(run, "done: the job completed", news=True)
     return _handle(supervisor, snapshot, attempt, finding, lease)
 
 
-def _handle(supervisor: Supervisor, snapshot: Snapshot, attempt: Attempt, finding: Finding, lease: Lease) -> RunLine:
-    """Decide about a failure and commit it; the action is carried out once all runs have been looked at."""
+def _save_quiet(history: History, report: TickReport, runs: Container[int]) -> None:
+    quiet = [snapshot for snapshot in report.snapshots if snapshot.run.run_id in runs]
+    history.save_observations(*((one.attempt, one.watch) for one in quiet if one.attempt is not None))
+
+
+def _handle(
+    supervisor: Supervisor,
+    snapshot: Snapshot,
+    attempt: Attempt,
+    finding: Finding,
+    lease: Lease,
+    *,
+    may_act: bool = True,
+) -> RunLine:
+    """Decide about a failure and commit it; the action is carried out once all runs have been looked at. Without `may_act` it
+    is only put on record: the job has been started again, and ended again, since."""
     history, run = supervisor.history, snapshot.run
     earlier = history.incidents(run_id=run.run_id)
-    if any(incident.attempt == attempt.key for incident in earlier):
-        return RunLine(run, f"{finding.summary}; on record, waiting for what was decided")
+    on_record = next((incident for incident in earlier if incident.attempt == attempt.key), None)
+    if on_record is not None:
+        return _on_record(supervisor, snapshot, on_record)
     newest = snapshot.checkpoints.newest
     checkpoint_step = newest.step if newest else None
     job = snapshot.job
@@ -259,7 +276,7 @@ def _handle(supervisor: Supervisor, snapshot: Snapshot, attempt: Attempt, findin
     line = RunLine(run, f"{finding.summary} → {decision.kind}: {decision.reason}", news=True)
     if supervisor.dry_run:
         return line
-    kind = action_for(decision, finding, back=back, held=held)
+    kind = action_for(decision, finding, back=back, held=held) if may_act else None
     history.record_incident(
         lease,
         attempt,
@@ -267,28 +284,23 @@ def _handle(supervisor: Supervisor, snapshot: Snapshot, attempt: Attempt, findin
         decision,
         checkpoint_step=checkpoint_step,
         now=supervisor.clock.wall(),
-        run_state=_STATE_AFTER.get(decision.kind),
+        run_state=_STATE_AFTER.get(decision.kind) if may_act else None,
         action=None if kind is None else (kind, attempt.key.restart_count),
     )
     keep_evidence(snapshot, finding)
     return line
 
 
-def _find_submission(supervisor: Supervisor, run: Run, jobs: Mapping[str, JobRecord]) -> RunLine:
-    """The answer to the submission was lost: the job carries our tag, if it exists."""
-    found = [job for job in jobs.values() if job.comment == run.tag]
-    now = supervisor.clock.wall()
-    if found:
-        newest = max(found, key=lambda job: job.submitted_at or 0.0)
-        if not supervisor.dry_run:
-            supervisor.history.set_submitted(run.run_id, newest.job_id, now=now)
-        return RunLine(run, f"found its job {newest.job_id} by its tag", news=True)
-    if now - run.created_at < LOST_SUBMISSION_S:
-        return RunLine(run, "submitted, no job id yet: looking for its tag", blind=True)
-    why = "its submission never reached the scheduler"
-    if not supervisor.dry_run:
-        supervisor.history.set_run_state(run.run_id, RunState.STOPPED, why, now=now)
-    return RunLine(run, f"{why}; submit it again", news=True)
+def _on_record(supervisor: Supervisor, snapshot: Snapshot, incident: Incident) -> RunLine:
+    """What was decided is being waited for, or never came about: then a person is asked, not each tick told the same."""
+    run, decision = snapshot.run, incident.decision
+    text = f"{incident.finding.summary}; on record, decided: {decision.kind} ({decision.reason})"
+    ended = snapshot.job is None or snapshot.job.state.is_ended
+    if not ended or decision.kind not in RESTARTS or supervisor.dry_run:
+        return RunLine(run, text)
+    why = f"the {decision.kind} that was decided never came about. Look at the job, then: krea-runner resume {run.config.slug}"
+    supervisor.history.set_run_state(run.run_id, RunState.HELD, why, now=snapshot.wall_at)
+    return RunLine(run, f"{text}; held: {why}", news=True)
 
 
 def _job_gone(supervisor: Supervisor, run: Run, attempt: Attempt | None, lease: Lease) -> RunLine:
@@ -301,7 +313,7 @@ def _job_gone(supervisor: Supervisor, run: Run, attempt: Attempt | None, lease: 
         attempt = supervisor.history.add_attempt(run.run_id, AttemptKey(run.job_id or "?"), now=supervisor.clock.wall())
     snapshot = observe(run, None, attempt, _remembered(supervisor, attempt), supervisor.clock)
     if not supervisor.dry_run:
-        supervisor.history.save_observation(attempt, snapshot.watch)
+        supervisor.history.save_observations((attempt, snapshot.watch))
         _remember(supervisor, attempt, snapshot.watch)
     end, finding = end_of(snapshot), diagnose_end(snapshot)
     if end is not None and end.state is JobState.COMPLETED and finding is None:
@@ -316,35 +328,20 @@ def _job_gone(supervisor: Supervisor, run: Run, attempt: Attempt | None, lease: 
     line = _handle(supervisor, snapshot, attempt, finding, lease)
     if not supervisor.dry_run:
         ended = closed(attempt, snapshot, finding)
-        supervisor.history.save_observation(ended, snapshot.watch)
+        supervisor.history.save_observations((ended, snapshot.watch))
     return line
-
-
-def _end_ghosts(supervisor: Supervisor, scheduler: Scheduler, jobs: Mapping[str, JobRecord]) -> list[RunLine]:
-    """Never two live attempts of one run: a submission whose answer was lost may be carried out much later, when the run has
-    long been submitted again (a stopped controller does that, 22.05.8)."""
-    lines = []
-    for job in jobs.values():
-        if not job.comment.startswith(TAG_PREFIX) or job.state.is_ended or job.state is JobState.UNKNOWN:
-            continue
-        run = supervisor.history.run_tagged(job.comment.partition(".")[0])
-        if run is None or run.job_id in {None, job.job_id} or supervisor.history.open_action(run.run_id) is not None:
-            continue
-        if not supervisor.dry_run:
-            scheduler.cancel(job.job_id)
-        lines.append(
-            RunLine(run, f"job {job.job_id} is a second job of this run (it has {run.job_id}): cancelled", news=True)
-        )
-    return lines
 
 
 # ----------------------------------------------------------------------------------------------------------- attempts
 
 
-def _attempt_of(supervisor: Supervisor, run: Run, job: JobRecord) -> tuple[Attempt, Attempt | None]:
+def _attempt_of(
+    supervisor: Supervisor, run: Run, job: JobRecord, known: Sequence[Attempt]
+) -> tuple[Attempt, Attempt | None]:
     """The job's present attempt, and the one before it when a border was just crossed or not long ago."""
     key = AttemptKey(job.job_id, job.restart_count)
-    known = supervisor.history.attempts(run.run_id)
+    if not known or known[-1].key != key:
+        known = supervisor.history.attempts(run.run_id)  # with those that have just been settled
     before = next((attempt for attempt in reversed(known) if attempt.key != key), None)
     for attempt in known:
         if attempt.key == key:
@@ -368,35 +365,42 @@ def _remember(supervisor: Supervisor, attempt: Attempt, watch: Watch | None) -> 
 
 
 def _settle_past(
-    supervisor: Supervisor, scheduler: Scheduler, run: Run, job: JobRecord, lease: Lease
+    supervisor: Supervisor, scheduler: Scheduler, run: Run, job: JobRecord, attempts: Sequence[Attempt], lease: Lease
 ) -> RunLine | None:
     """Close every start of the job before its present one. One that is on no incident of ours was ended, or at least requeued,
     by somebody else: that is an incident, and nothing to do twice. Returns what was said of the last of them."""
     history = supervisor.history
-    known = {attempt.key: attempt for attempt in history.attempts(run.run_id)}
+    known = {attempt.key: attempt for attempt in attempts}
     if supervisor.dry_run or (
         not known and job.comment != run.tag
     ):  # taken over in mid-life: what was before is not ours
         return None
     first = min((key.restart_count for key in known if key.job_id == job.job_id), default=0)
-    recorded = {incident.attempt for incident in history.incidents(run_id=run.run_id)}
+    past = [AttemptKey(job.job_id, count) for count in range(first, job.restart_count)]
+    unsettled = [key for key in past if key not in known or known[key].ended_at is None]
+    recorded = {incident.attempt for incident in history.incidents(run_id=run.run_id)} if unsettled else set()
+    ours = [one for one in history.actions(run.run_id) if one.job_id == job.job_id] if unsettled else []
+    carried_out = [one for one in ours if one.stage in {ActionStage.STARTED, ActionStage.DONE}]
+    refused = refused_starts(ours)
     line = None
-    for count in range(first, job.restart_count):
-        key = AttemptKey(job.job_id, count)
+    for key in unsettled:
+        count = key.restart_count
         attempt = known.get(key) or history.add_attempt(run.run_id, key, now=supervisor.clock.wall())
-        if attempt.ended_at is not None:
-            continue
         snapshot = observe(run, job, attempt, None, supervisor.clock)
-        snapshot = replace(snapshot, accounted=_accounted(supervisor, scheduler, key), watch=None)
-        if key in recorded:  # ended by us: a hang
-            ended = replace(closed(attempt, snapshot, None), end_state=JobState.REQUEUED, ended_by="krea-runner")
+        snapshot = replace(snapshot, accounted=_accounted(supervisor, scheduler, key, attempts), watch=None)
+        if key in refused:
+            ended = replace(closed(attempt, snapshot, None), end_state=JobState.LAUNCH_FAILED, ended_by="slurm")
+        elif key in recorded:  # a hang, ended by us unless somebody was faster
+            by = "krea-runner" if any(one.restart_count == count for one in carried_out) else ""
+            ended = replace(closed(attempt, snapshot, None), end_state=JobState.REQUEUED, ended_by=by)
         else:
             finding = _diagnose(supervisor, scheduler, snapshot)
             ended = closed(attempt, snapshot, finding)
             if finding is not None:
                 last = replace(job, restart_count=count + 1) if count + 1 < job.restart_count else job
-                line = _handle(supervisor, replace(snapshot, job=last), ended, finding, lease)
-        history.save_observation(ended, history.watch(attempt.attempt_id))
+                latest = key == past[-1]
+                line = _handle(supervisor, replace(snapshot, job=last), ended, finding, lease, may_act=latest)
+        history.save_observations((ended, history.watch(attempt.attempt_id)))
     return line
 
 
@@ -416,16 +420,22 @@ def _diagnose(supervisor: Supervisor, scheduler: Scheduler, snapshot: Snapshot) 
     return diagnose_end(replace(snapshot, down_nodes=down))
 
 
-def _accounted(supervisor: Supervisor, scheduler: Scheduler, key: AttemptKey) -> JobRecord | None:
+def _accounted(
+    supervisor: Supervisor, scheduler: Scheduler, key: AttemptKey, known: Sequence[Attempt]
+) -> JobRecord | None:
     """Accounting's row of an attempt that has ended. It is a witness, not a condition: without its answer the rest is judged
-    alone, and it is not asked again in this tick."""
-    if supervisor.accounting_is_away:
-        return None
-    try:
-        starts = scheduler.starts(key.job_id)
-    except SchedulerError:
-        supervisor.accounting_is_away = True
-        return None
+    alone. It is asked once a tick, for all jobs."""
+    if supervisor.starts is None:
+        try:
+            supervisor.starts = scheduler.starts(supervisor.job_ids)
+        except SchedulerError:
+            supervisor.starts = {}
+    starts = supervisor.starts.get(key.job_id, [])
+    first = next((attempt for attempt in known if attempt.key == AttemptKey(key.job_id)), None)
+    if first is not None and first.submitted_at is not None:  # what was submitted before is another job, of the same id
+        since = first.submitted_at - SAME_SUBMIT_S
+        own = [start for start in starts if start.submitted_at is None or start.submitted_at >= since]
+        starts = [replace(start, restart_count=count) for count, start in enumerate(own)] if own != starts else starts
     return next((start for start in starts if start.restart_count == key.restart_count), None)
 
 

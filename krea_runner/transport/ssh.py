@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from krea_runner.errors import FilesUnavailable, SchedulerUnavailable
-from krea_runner.proc import KEPT, SCRUBBED_PREFIXES, Completed
+from krea_runner.proc import FOR_READING, KEPT, SCRUBBED_PREFIXES, Completed
 from krea_runner.transport.connect import Hop, Refused, connect
 from krea_runner.transport.ssh_config import SYSTEM, read_config, route
 
@@ -46,7 +46,7 @@ command -v "$2" >/dev/null 2>&1 || exit 127
 command -v timeout >/dev/null 2>&1 && exec timeout -s KILL "$limit" "$@"
 exec "$@"
 """.replace("{prefixes}", "|".join(SCRUBBED_PREFIXES)).replace("{kept}", "|".join(sorted(KEPT)))
-_SETTINGS = "export LC_ALL=C SLURM_TIME_FORMAT=%s\n"
+_SETTINGS = f"export {' '.join(f'{name}={value}' for name, value in FOR_READING.items())}\n"
 
 
 def remote_line(argv: Sequence[str], *, timeout_s: float, users_environment: bool) -> str:

@@ -22,7 +22,8 @@ from krea_runner.proc import run
 from krea_runner.schedulers import open_scheduler
 from krea_runner.schedulers.slurm_api import SlurmApi
 from krea_runner.schedulers.slurm_cli import SlurmCli, my_jobs_argv
-from krea_runner.supervise.tick import Supervisor, tick
+from krea_runner.supervise.supervisor import Supervisor
+from krea_runner.supervise.tick import tick
 from tests.conftest import dev_cluster, free_ports
 
 

@@ -22,7 +22,7 @@ from krea_runner.schedulers.slurm_api import SlurmApi
 from krea_runner.schedulers.slurm_cli import SlurmCli
 from krea_runner.transport import HERE
 from krea_runner.transport.ssh import Ssh
-from tests.conftest import free_ports
+from tests.conftest import free_port
 from tests.ssh_server import SSHD, Sshd, write_home
 
 pytestmark = pytest.mark.timeout(120)
@@ -115,7 +115,7 @@ def login_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Sshd:
     pytest.importorskip("paramiko", reason="paramiko is not installed: pip install 'krea-runner[ssh]'")
     if not Path(SSHD).exists():
         pytest.skip("sshd is not installed: apt-get install openssh-server")
-    sshd = Sshd(folder / "sshd", free_ports(), {name: os.environ[name] for name in ("PATH", "SLURM_CONF")})
+    sshd = Sshd(folder / "sshd", free_port(), {name: os.environ[name] for name in ("PATH", "SLURM_CONF")})
     write_home(folder / "home", sshd)
     monkeypatch.setenv("HOME", str(folder / "home"))
     sshd.start()
@@ -349,6 +349,18 @@ def test_a_start_with_exclusions_replaces_them_in_one_call(bench: Bench) -> None
     bench.scheduler.start_now(job_id, [one])
     assert expand(bench.wait(job_id, JobState.RUNNING).nodelist) == [two]
     assert bench.scheduler.placement(job_id).excluded == (one,)
+
+
+def test_a_new_job_with_exclusions_has_them_in_place_of_its_scripts_own(bench: Bench) -> None:
+    own, bad, *_ = bench.scheduler.nodes()
+    bench.submit("sleep 600", nodes=1, tasks=1, more=f"#SBATCH --exclude={own}")
+    job_id = bench.scheduler.submit(bench.folder / "script-0", tag="krea/test", excluded=[own, bad])
+    bench.jobs.append(job_id)
+    assert set(bench.scheduler.placement(job_id).excluded) == {own, bad}
+    assert not {own, bad} & set(expand(bench.wait(job_id, JobState.RUNNING).nodelist))
+    with pytest.raises(SchedulerError) as refused:
+        bench.scheduler.submit(bench.folder / "script-0", tag="krea/test", excluded=["no-such-node"])
+    assert not refused.value.transient
 
 
 def test_a_drain_carries_our_prefix_and_only_such_a_one_is_lifted(bench: Bench) -> None:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 
 from krea_runner.clock import SystemClock
 from krea_runner.history.store import History, open_history
-from krea_runner.model import RunConfig, RunState
+from krea_runner.model import DecisionKind, JobState, RunConfig, RunState
 from krea_runner.proc import run
 from krea_runner.schedulers.slurm_cli import SlurmCli
-from krea_runner.supervise.tick import Supervisor, tick
+from krea_runner.supervise.supervisor import Supervisor
+from krea_runner.supervise.tick import tick
 from tests.conftest import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
@@ -29,18 +31,17 @@ class Desk:
         self.history: History = open_history(folder / "state")
         self.supervisor = Supervisor(self.history, lambda _: self.slurm, self.clock, "root", "test:1:1")
 
-    def add(self, number: int, *, tag: str = "") -> str:
-        """A run whose job waits in the queue, held."""
+    def add(self, number: int, *, tag: str = "", command: str = "") -> str:
+        """A run whose job waits in the queue, held; or does `command`."""
         tag = tag or f"krea_runner/cost{number}"
         config = RunConfig(
             name=f"run{number}", slug=f"run{number}", run_dir=self.folder / str(number), command=("true",),
             workdir=self.folder,
         )  # fmt: skip
         record = self.history.create_run(config, user="root", tag=tag, now=self.clock.wall())
-        done = run(
-            ["sbatch", "--parsable", "-H", "-J", config.slug, "-o", "/dev/null", f"--comment={tag}", "--wrap=true"],
-            timeout_s=60,
-        )
+        options = ["--requeue"] if command else ["-H"]
+        argv = ["sbatch", "--parsable", *options, "-J", config.slug, "-o", "/dev/null", f"--comment={tag}"]
+        done = run([*argv, f"--wrap={command or 'true'}"], timeout_s=60)
         assert done.returncode == 0, done.stderr
         self.history.set_submitted(record.run_id, done.stdout.strip(), now=self.clock.wall())
         return done.stdout.strip()
@@ -105,3 +106,17 @@ def test_a_controller_that_stands_still_costs_one_question_and_is_could_not_see(
     assert desk.asked == {"squeue": 1}
     assert [line.blind for line in report.lines] == [True] * 3
     assert desk.history.incidents() == []
+
+
+def test_runs_that_crash_together_cost_hardly_more_looks_than_one(desk: Desk) -> None:
+    """The dance of a requeue looks at the job ten times a second: at all jobs at once, and accounting is asked once."""
+    jobs = [desk.add(number, command="exit 7") for number in range(12)]
+    until(lambda: {job.state for job in desk.slurm.jobs(jobs).values()} == {JobState.FAILED}, "the crashes")
+    time.sleep(1.1)  # into another second than the starts
+    desk.forget()
+    report = tick(desk.supervisor)
+    assert {job.restart_count for job in desk.slurm.jobs(jobs).values()} == {1}, report
+    assert [incident.decision.kind for incident in desk.history.incidents()] == [DecisionKind.REQUEUE] * len(jobs)
+    assert desk.asked["scontrol"] == 2 * len(jobs)  # requeue, and the start time
+    assert desk.asked["sacct"] == 1
+    assert desk.asked["squeue"] < 5 * len(jobs)

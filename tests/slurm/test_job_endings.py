@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +23,8 @@ from krea_runner.launch.submit import submit
 from krea_runner.model import CheckpointSpec, Gang, JobRecord, RunConfig, RunState
 from krea_runner.proc import run
 from krea_runner.schedulers.slurm_cli import SlurmCli
-from krea_runner.supervise.tick import Supervisor, tick
+from krea_runner.supervise.supervisor import Supervisor
+from krea_runner.supervise.tick import tick
 from tests.conftest import dev_cluster, free_ports, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
@@ -197,7 +198,7 @@ class Case:
         class AsTheUser(SlurmCli):
             """As root may: for another user."""
 
-            def submit(self, script_file: Path, *, tag: str) -> str:
+            def submit(self, script_file: Path, *, tag: str, excluded: Sequence[str] = ()) -> str:
                 text = script_file.read_text()
                 if script:
                     head = [line for line in text.splitlines() if line.startswith("#SBATCH")]
@@ -212,6 +213,7 @@ class Case:
                     f"--uid={outer.user.uid}",
                     f"--gid={outer.user.gid}",
                     f"--comment={tag}",
+                    *([f"--exclude={','.join(excluded)}"] if excluded else []),
                 ]
                 return outer.cluster.say(*argv, str(script_file)).splitlines()[-1]
 
@@ -504,8 +506,11 @@ ENDINGS["purged-cancel"] = purged(ENDINGS["cancel"])
 def _(case: Case) -> None:
     case.submit()
     case.running()
-    for pid in case.cluster.processes("slurmctld"):
-        os.kill(pid, signal.SIGKILL)
+    # The new controller would have the nodes end what it does not know; whether the script still writes down its end then, is
+    # a race. Here nobody is left who could.
+    for pid in case.cluster.processes("slurmctld", "slurmstepd", "slurm_script", "rank.py"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     until(lambda: not case.cluster.processes("slurmctld"), "the controller's end")
     shutil.rmtree(case.cluster.folder / "state")
     (case.cluster.folder / "state").mkdir()

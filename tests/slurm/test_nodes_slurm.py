@@ -9,13 +9,11 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 from krea_runner.errors import SchedulerError
 from krea_runner.observe.heartbeats import read_heartbeats
 from krea_runner.proc import run
-from krea_runner.schedulers.nodelist import NodelistError, expand, fold
+from krea_runner.schedulers.nodelist import expand
 from krea_runner.schedulers.slurm_cli import SlurmCli
 from tests.conftest import until
 from tests.slurm.test_interference import Desk, desk  # noqa: F401
@@ -36,38 +34,6 @@ def scontrol(*words: str) -> str:
     done = run(["scontrol", *words], timeout_s=20)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-# ---------------------------------------------------------------------------------------------------------- node lists
-
-_number = st.integers(0, 120).flatmap(lambda n: st.integers(1, 4).map(lambda width: str(n).zfill(width)))
-_range = st.one_of(_number, st.tuples(_number, st.integers(0, 5)).map(lambda t: f"{t[0]}-{int(t[0]) + t[1]}"))
-_bracket = st.lists(_range, min_size=1, max_size=3).map(lambda parts: f"[{','.join(parts)}]")
-_word = st.text("abr-", min_size=1, max_size=3).filter(lambda word: not word.startswith("-"))
-_group = st.one_of(
-    st.tuples(_word, st.just("")), st.tuples(_word, _number), st.tuples(_word, _bracket),
-    st.tuples(_word, st.tuples(_bracket, _word, _bracket).map("".join)),
-).map("".join)  # fmt: skip
-_lists = st.lists(_group, min_size=1, max_size=4).map(",".join)
-
-
-@settings(max_examples=6, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-@given(st.lists(_lists, min_size=15, max_size=25))
-def test_node_lists_are_read_and_written_as_scontrol_does_it(slurm: SlurmCli, lists: list[str]) -> None:
-    script = 'for list; do scontrol show hostnames "$list"; echo ===; scontrol show hostlist "$list"; echo ===; done'
-    done = run(["sh", "-c", script, "sh", *lists], timeout_s=60)
-    answers = [answer.strip("\n") for answer in done.stdout.split("===\n")][:-1]
-    for number, text in enumerate(lists):
-        names, folded = answers[2 * number].split("\n"), answers[2 * number + 1]
-        assert expand(text) == names, text
-        assert fold(names) == folded, text
-
-
-def test_what_scontrol_refuses_is_refused(slurm: SlurmCli) -> None:
-    for text in ("n[1-2]x", "n[3-1]", "n[a]", "n[]", "n[1,]", "n[1--2]"):
-        assert "Invalid hostlist" in run(["scontrol", "show", "hostnames", text], timeout_s=20).stderr
-        with pytest.raises(NodelistError):
-            expand(text)
 
 
 # -------------------------------------------------------------------------------------------------- states and reasons
@@ -147,6 +113,31 @@ def test_exclusions_never_leave_fewer_nodes_than_the_gang_needs(desk: Desk) -> N
     desk.tick()
     desk.wait_for_steps(job_id, restart=1)
     assert len(excluded(desk, job_id)) == 2
+
+
+def test_a_node_that_a_job_asks_for_by_name_is_not_excluded_since_it_would_never_start(desk: Desk) -> None:  # noqa: F811
+    job_id = desk.submit(slurm='nodelist = "n3"')
+    desk.wait_for_steps(job_id)
+    desk.tick()
+    desk.krea("nodes", "exclude", "n[1,3]", "--run", "gang", "--reason", "slow")
+    kill_a_rank(desk, job_id)
+    assert "off n1" in desk.tick()
+    desk.wait_for_steps(job_id, restart=1)
+    assert excluded(desk, job_id) == {"n1"}
+
+
+def test_a_run_that_is_submitted_again_starts_elsewhere_too(desk: Desk) -> None:  # noqa: F811
+    job_id = desk.submit()
+    desk.slurm("scontrol", "update", f"jobid={job_id}", "requeue=0")
+    desk.wait_for_steps(job_id)
+    desk.tick()
+    desk.krea("nodes", "exclude", "n1", "--run", "gang", "--reason", "slow")
+    kill_a_rank(desk, job_id)
+    said = desk.tick()
+    again = str(int(job_id) + 1)
+    assert f"job {again}; off n1" in said
+    desk.wait_for_steps(again)
+    assert excluded(desk, again) == {"n1"}
 
 
 def test_who_may_not_drain_has_the_node_excluded_instead(desk: Desk) -> None:  # noqa: F811

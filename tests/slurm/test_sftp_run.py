@@ -17,7 +17,7 @@ import pytest
 from krea_runner.model import AttemptKey
 from krea_runner.observe.heartbeats import read_heartbeats
 from krea_runner.rundir import RunDir
-from tests.conftest import OrdinaryUser, free_ports, until
+from tests.conftest import OrdinaryUser, free_port, until
 from tests.ssh_server import SSHD, Sshd, write_home
 
 pytest.importorskip("paramiko", reason="paramiko is not installed: pip install 'krea-runner[ssh]'")
@@ -109,7 +109,7 @@ class Outside:
 def outside(slurm_cluster, ordinary_user: OrdinaryUser, tmp_path: Path) -> Iterator[Outside]:
     (tmp_path / "bin").mkdir()
     environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}:/usr/sbin", "SLURM_CONF": str(slurm_cluster.conf)}
-    sshd = Sshd(tmp_path / "sshd", free_ports(), environment)
+    sshd = Sshd(tmp_path / "sshd", free_port(), environment)
     sshd.start()
     home = ordinary_user.make_dir()
     write_home(home, sshd, key=home / ".ssh" / "key")

@@ -17,7 +17,7 @@ from krea_runner.schedulers import open_scheduler
 from krea_runner.schedulers.slurm_cli import SlurmCli
 from krea_runner.transport import ssh as ssh_module
 from krea_runner.transport.ssh import Ssh, open_ssh
-from tests.conftest import free_ports, until
+from tests.conftest import free_port, until
 from tests.ssh_server import SSHD, Sshd, keygen, write_home
 
 pytest.importorskip("paramiko", reason="paramiko is not installed: pip install 'krea-runner[ssh]'")
@@ -57,7 +57,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     (tmp_path / "bin").mkdir()
     leaks = {"SQUEUE_FORMAT": "%i", "SLURM_JOB_ID": "7", "SLURM_CONF": "/site/slurm.conf", "MY_OWN": "a b"}
     path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
-    sshd = Sshd(tmp_path / "sshd", free_ports(), {"PATH": path, **leaks})
+    sshd = Sshd(tmp_path / "sshd", free_port(), {"PATH": path, **leaks})
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     site = Site(sshd, tmp_path / "home", tmp_path / "bin")
@@ -182,7 +182,7 @@ def test_doctor_says_who_is_connected_where(site: Site) -> None:
 
 
 def test_a_jump_host_is_gone_through_and_its_key_is_checked_too(site: Site, tmp_path: Path) -> None:
-    jump = Sshd(tmp_path / "jump", free_ports(), {"PATH": "/usr/bin:/bin"})
+    jump = Sshd(tmp_path / "jump", free_port(), {"PATH": "/usr/bin:/bin"})
     jump.start()
     try:
         included = f"Host jump\n  HostName 127.0.0.1\n  Port {jump.port}\n  User {jump.user}\n"

@@ -13,7 +13,7 @@ import pytest
 
 from krea_runner.transport.known_hosts import Trust, judge, read_known_hosts
 from krea_runner.transport.ssh import Ssh
-from tests.conftest import free_ports, until
+from tests.conftest import free_port, until
 from tests.slurm.test_ssh import Site, pytestmark, refusal, site
 from tests.ssh_server import Sshd, keygen
 
@@ -165,7 +165,7 @@ def test_names_in_known_hosts_mean_what_openssh_makes_of_them(names: str, host: 
 
 @pytest.fixture
 def jump(site: Site, tmp_path: Path) -> Iterator[Sshd]:
-    jump = Sshd(tmp_path / "jump", free_ports(), {"PATH": "/usr/bin:/bin"})
+    jump = Sshd(tmp_path / "jump", free_port(), {"PATH": "/usr/bin:/bin"})
     jump.start()
     site.write(known=site.sshd.known_hosts_line + jump.known_hosts_line)
     yield jump

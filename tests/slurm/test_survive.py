@@ -57,8 +57,8 @@ class Lab:
             ranks_per_node = 2
             [budgets]
             startup = "2m"
-            step = "6s"
-            checkpoint = "8s"
+            step = "10s"
+            checkpoint = "12s"
             [checkpoint]
             dir = "ckpt"
             """)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from krea_runner.errors import JobNotFound, RequeueDisabled, SchedulerError, SchedulerUnavailable
-from krea_runner.history.store import History, LeaseLost, open_history
+from krea_runner.history.exclusions import add_exclusions
+from krea_runner.history.store import History, open_history
 from krea_runner.model import (
     ActionKind,
     ActionStage,
@@ -21,6 +22,8 @@ from krea_runner.model import (
     Symptom,
 )
 from krea_runner.rundir import RunDir
+from krea_runner.schedulers import NodeRecord, Placement
+from krea_runner.schedulers.nodelist import fold
 from krea_runner.supervise.act import SLOW, SUBMIT_AGAIN_S, Work, carry_out
 
 from .conftest import FakeClock, make_config
@@ -51,7 +54,7 @@ class Replay:
         self.showed_pending = False
 
     def jobs(self, job_ids: Sequence[str]) -> dict[str, JobRecord]:
-        lifted = "start_now" in self.asked
+        lifted = any(what.startswith("start_now") for what in self.asked)
         if lifted and self.records[0] is PENDING and self.showed_pending:
             self.records.pop(0)
         record = self.records[0]
@@ -67,8 +70,15 @@ class Replay:
     def requeue(self, job_id: str) -> None:
         self._called("requeue")
 
-    def start_now(self, job_id: str) -> None:
-        self._called("start_now")
+    def start_now(self, job_id: str, excluded: Sequence[str] | None = None) -> None:
+        self._called("start_now" if excluded is None else f"start_now off {fold(excluded)}")
+
+    def placement(self, job_id: str) -> Placement:
+        self.on.pop("placement", lambda: None)()
+        return Placement()
+
+    def nodes(self, names: Sequence[str] | None = None) -> dict[str, NodeRecord]:
+        return {name: NodeRecord(name, "IDLE") for name in ("n1", "n2", "n3", "n4", "n5")}
 
     def cancel(self, job_id: str) -> None:
         self._called("cancel")
@@ -76,8 +86,8 @@ class Replay:
     def release(self, job_id: str) -> None:
         self._called("release")
 
-    def submit(self, script: Path, *, tag: str) -> str:
-        self._called("submit")
+    def submit(self, script: Path, *, tag: str, excluded: Sequence[str] = ()) -> str:
+        self._called(f"submit off {fold(excluded)}" if excluded else "submit")
         return "8"
 
     def find_by_tag(self, tag: str) -> list[JobRecord]:
@@ -104,8 +114,8 @@ class Bench:
     ) -> tuple[Work, Replay]:
         """An action that is on record up to `stage`, and a scheduler that will say `records`."""
         run = self.history.run(self.run_id)
-        lease = self.history.take_lease(self.run_id, "host:1:1", now=self.clock.wall(), until=self.clock.wall() + 100)
-        assert lease is not None
+        now = self.clock.wall()
+        lease = self.history.take_leases([self.run_id], "host:1:1", now=now, until=now + 100)[self.run_id]
         attempt = self.history.add_attempt(self.run_id, AttemptKey("7"), now=self.clock.wall())
         self.history.record_incident(
             lease, attempt, Finding(Symptom.CRASH, "rank_killed", "crash"), Decision(DecisionKind.REQUEUE, "why"),
@@ -233,7 +243,7 @@ def test_an_id_that_is_another_jobs_by_now_is_not_cancelled(bench: Bench) -> Non
     other = dataclasses.replace(RUNNING, comment="another's", submitted_at=T0 + 50)
     work, replay = bench.requeue_of(other, kind=ActionKind.RESUBMIT)
     attempt = bench.history.latest_attempt(bench.run_id)
-    bench.history.save_observation(dataclasses.replace(attempt, submitted_at=T0), None)
+    bench.history.save_observations((dataclasses.replace(attempt, submitted_at=T0), None))
     bench.script()
     bench.carry_out(work)
     assert replay.asked == ["submit"]
@@ -334,7 +344,7 @@ def test_a_start_refused_by_a_revoked_credential_is_requeued_with_slurms_own_del
     work, replay = bench.requeue_of(REFUSED, REFUSED, second, stage=ActionStage.STARTED)
     bench.carry_out(work)
     assert replay.asked == ["requeue"]
-    assert (work.action.stage, work.action.detail) == (ActionStage.DONE, SLOW)
+    assert (work.action.stage, work.action.detail) == (ActionStage.DONE, f"{SLOW}; queued: BeginTime")
 
 
 def test_a_start_that_crashed_by_itself_is_the_next_incident_not_a_refused_start(bench: Bench) -> None:
@@ -356,16 +366,15 @@ def test_a_start_whose_output_could_not_be_opened_is_not_a_refused_one(bench: Be
 def test_a_stop_before_the_requeue_prevents_it(bench: Bench) -> None:
     work, replay = bench.requeue_of(RUNNING)
     bench.history.stop_run(work.run, reason="enough", by="alice", now=bench.clock.wall())
-    with pytest.raises(LeaseLost):
-        bench.carry_out(work)
+    bench.carry_out(work)
     assert replay.asked == []
+    assert "stopped or taken over" in work.trouble
 
 
 def test_a_stop_during_the_requeue_cancels_the_job_that_came_back(bench: Bench) -> None:
     work, replay = bench.requeue_of(RUNNING)
     replay.on["requeue"] = lambda: bench.history.stop_run(work.run, reason="enough", by="alice", now=bench.clock.wall())
-    with pytest.raises(LeaseLost):
-        bench.carry_out(work)
+    bench.carry_out(work)
     assert replay.asked == ["requeue", "cancel"]
     assert bench.state is RunState.STOPPED
 
@@ -393,3 +402,58 @@ def test_a_requeue_that_the_controller_forgot_is_asked_for_again(bench: Bench, s
     bench.carry_out(work)
     assert replay.asked == ["requeue", "start_now"]
     assert work.action.stage is ActionStage.DONE
+
+
+def exclude_n1(bench: Bench) -> None:
+    shared = {"user": "alice", "reason": "why", "who": "alice", "now": 1.0}
+    add_exclusions(bench.history, ["n1"], run_id=bench.run_id, expires_at=None, **shared)
+
+
+# As scontrol and sbatch 22.05.8 say it.
+INVALID = SchedulerError("scontrol update: Invalid node name specified for job 7")
+
+
+def test_a_start_says_which_nodes_it_is_kept_off(bench: Bench) -> None:
+    exclude_n1(bench)
+    work, replay = bench.requeue_of(PENDING, LIFTED, AGAIN, stage=ActionStage.REQUESTED)
+    bench.carry_out(work)
+    assert replay.asked == ["start_now off n1"]
+    assert work.action.detail == "off n1; RUNNING on n[1-4]"
+
+
+def test_a_start_whose_exclusions_are_refused_comes_first_and_says_so(bench: Bench) -> None:
+    exclude_n1(bench)
+    work, replay = bench.requeue_of(PENDING, LIFTED, AGAIN, stage=ActionStage.REQUESTED)
+    replay.on["start_now off n1"] = raiser(INVALID)
+    bench.carry_out(work)
+    assert replay.asked == ["start_now off n1", "start_now"]
+    assert work.action.detail.startswith("NOT kept off n1: scontrol update: Invalid node name")
+
+
+def test_a_new_job_is_kept_off_the_same_nodes_though_the_old_one_is_forgotten(bench: Bench) -> None:
+    exclude_n1(bench)
+    bench.script()
+    work, replay = bench.requeue_of(None, kind=ActionKind.RESUBMIT)
+    replay.on["placement"] = raiser(JobNotFound("forgotten"))
+    bench.carry_out(work)
+    assert (replay.asked, work.action.detail) == (["submit off n1"], "job 8; off n1")
+
+
+def test_a_new_job_whose_exclusions_are_refused_is_submitted_without_and_says_so(bench: Bench) -> None:
+    exclude_n1(bench)
+    bench.script()
+    work, replay = bench.requeue_of(None, kind=ActionKind.RESUBMIT)
+    replay.on["submit off n1"] = raiser(INVALID)
+    bench.carry_out(work)
+    assert replay.asked == ["submit off n1", "submit"]
+    assert "job 8; NOT kept off n1" in work.action.detail
+
+
+def test_a_new_job_with_exclusions_of_which_no_answer_came_is_not_submitted_again_at_once(bench: Bench) -> None:
+    exclude_n1(bench)
+    bench.script()
+    work, replay = bench.requeue_of(None, kind=ActionKind.RESUBMIT)
+    replay.on["submit off n1"] = raiser(SchedulerUnavailable("no answer"))
+    with pytest.raises(SchedulerUnavailable):
+        bench.carry_out(work)
+    assert (replay.asked, work.action.stage) == (["submit off n1"], ActionStage.REQUESTED)

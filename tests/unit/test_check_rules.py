@@ -306,6 +306,15 @@ def test_folders_that_are_not_there() -> None:
     assert header("#SBATCH -D /lustre/logs --error=there/%x.err", **known) == {}
 
 
+@pytest.mark.parametrize(
+    ("version", "missing"), [("22.05.8", True), ("23.02.0", False), ("26.05.5", False), ("strange", True)]
+)
+def test_slurm_makes_the_folder_of_a_log_since_23_02(version: str, missing: bool) -> None:
+    known = {"exists": lambda path: path != "/lustre/gone", "cluster": cluster(f"SLURM_VERSION={version}")}
+    for line in ("#SBATCH --error=gone/x.err", "#SBATCH --error=/lustre/%j/x.log"):
+        assert ("missing-log-folder" in header(line, **known)) == missing
+
+
 # ----------------------------------------------------------------------------------------------------------- the cluster
 
 PRIO = "PreemptType=preempt/partition_prio PreemptMode=CANCEL"
@@ -350,13 +359,39 @@ def test_a_time_limit_that_no_checkpoint_fits_into() -> None:
     assert "DefaultTime=00:30:00" in found(text, cluster=by_default, **every)["limit-below-checkpoint"].saw
 
 
+@pytest.mark.parametrize(
+    ("line", "severity"),
+    [
+        ("sbatch:*:array=1-3", Severity.ERROR),
+        ("SBATCH : dev : test-only = yes", Severity.ERROR),
+        ("hold=1", Severity.WARNING),
+        ("*:quiet=1", Severity.WARNING),
+        ("salloc:*:array=1-3", None),
+        ("sbatch:moon:array=1-3", None),
+        ("# sbatch:*:array=1-3", None),
+        ("sbatch:*:array", None),
+        ("sbatch:*:partition=debug", None),
+    ],
+)
+def test_a_default_that_no_script_takes_back_is_found_in_its_file(line: str, severity: Severity | None) -> None:
+    facts = {"cluster": cluster("ClusterName=dev"), "defaults": f"*:*:time=5\n{line}\n"}
+    finding = body(SRUN, **facts).get("defaults-stay")
+    assert (finding and (finding.severity, finding.text)) == (severity and (severity, f"~/.slurm/defaults:2: {line}"))
+    assert "defaults-stay" not in header("#SBATCH --array=1-2 --hold --quiet --test-only", **facts)
+
+
 def test_what_an_unreachable_cluster_would_have_to_say_is_not_judged_and_said_so() -> None:
     facts = Facts(
         cluster=None, unseen="Unable to contact slurm controller", file_system=file_system, submit_dir="/lustre"
     )
     report = check(read_job("job.sbatch", GOOD.format(body=SRUN), facts), RULES)
     assert report.findings == ()
-    assert set(report.unjudged) == {"preempted-by-cancel", "limit-above-partition", "unknown-partition"}
+    assert set(report.unjudged) == {
+        "preempted-by-cancel",
+        "limit-above-partition",
+        "unknown-partition",
+        "defaults-stay",
+    }
     assert report.why == "Unable to contact slurm controller"
 
 

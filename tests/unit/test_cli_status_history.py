@@ -79,8 +79,8 @@ def seed(history: History, tmp_path: Path, name: str = "llm", *, run: int = 0, *
     history.set_submitted(created.run_id, "4711", now=now - 490)
     attempt = history.add_attempt(created.run_id, AttemptKey("4711"), now=now - 480)
     attempt = dataclasses.replace(attempt, started_at=now - 480, nodelist="n[1-2]", first_step=0, last_step=128)
-    history.save_observation(attempt, None)
-    lease = history.take_lease(created.run_id, "login1:1:1", now=now, until=now + 60)
+    history.save_observations((attempt, None))
+    lease = history.take_leases([created.run_id], "login1:1:1", now=now, until=now + 60)[created.run_id]
     assert lease is not None
     finding = Finding(
         symptom=Symptom.HANG, cause="rank_stopped", summary="hang: rank 3 on n2 stopped", node="n2", step=128,
@@ -91,7 +91,7 @@ def seed(history: History, tmp_path: Path, name: str = "llm", *, run: int = 0, *
     incident_id = history.record_incident(lease, attempt, finding, decision, checkpoint_step=120, now=now - 100)
     assert incident_id is not None
     history.note_recovery(incident_id, restarted_at=now - 98, resumed=(now - 59, 121))
-    history.drop_lease(lease)
+    history.drop_leases([lease])
     return history.run(created.run_id)
 
 

@@ -337,15 +337,14 @@ def test_no_second_option_hides_behind_a_blank(toml, option) -> None:
     assert "one option is written --name=value" in problem_of(toml, f"{RUN}[slurm]\nextra = [{json.dumps(option)}]\n")
 
 
-@pytest.mark.parametrize("folder", ["a%j/b%n", "100%%", "back\\\\slash"])
-def test_a_run_directory_that_slurm_would_read_as_a_pattern_is_refused(toml, folder) -> None:
-    problem = problem_of(toml, f'{RUN}dir = "{folder}"\n')
+def test_a_run_directory_in_which_slurm_would_expand_nothing_is_refused(toml) -> None:
+    problem = problem_of(toml, f'{RUN}dir = "back\\\\slash"\n')
     assert problem.startswith("line 4: [run] dir: Slurm cannot write logs below ")
 
 
-def test_paths_with_blanks_quotes_and_one_percent_sign_are_right(toml, tmp_path) -> None:
-    config = load_run(toml(RUN + "dir = '50% of \"it\"'\nworkdir = 'a%b%c \\ d'\n"))
-    assert config.run_dir == tmp_path / '50% of "it"'
+def test_paths_with_blanks_quotes_and_percent_signs_are_right(toml, tmp_path) -> None:
+    config = load_run(toml(RUN + "dir = '50% of \"it\" %j%%'\nworkdir = 'a%b%c \\ d'\n"))
+    assert config.run_dir == tmp_path / '50% of "it" %j%%'
     assert config.workdir == tmp_path / "a%b%c \\ d"
 
 

@@ -9,13 +9,13 @@ import pytest
 from krea_runner.history.exclusions import add_exclusions, end_exclusions, list_exclusions
 from krea_runner.history.store import open_history
 from krea_runner.schedulers import NodeRecord, Placement
-from krea_runner.schedulers.slurm_nodes import parse_nodes
+from krea_runner.schedulers.slurm_nodes import parse_nodes, parse_placement
 from krea_runner.supervise.exclude import choose, users_own
 
 from .conftest import make_config
 
 NODES = {name: NodeRecord(name, "IDLE", ("train",)) for name in ("n1", "n2", "n3", "n4")}
-TRAIN = Placement(("train",), ())
+TRAIN = Placement(("train",))
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,30 @@ def test_the_gang_always_keeps_enough_nodes(gang: int, own: list[str], wanted: l
 def test_nodes_that_are_out_or_elsewhere_do_not_count_as_left() -> None:
     nodes = NODES | {"n4": NodeRecord("n4", "DOWN*", ("train",)), "m1": NodeRecord("m1", "IDLE", ("other",))}
     assert choose(nodes, TRAIN, [], ["n1", "n2", "n4"], 2) == ["n1", "n4"]
+
+
+def test_a_node_that_the_job_cannot_do_without_is_not_excluded() -> None:
+    assert choose(NODES, Placement(("train",), required=("n1", "n2")), [], ["n1", "n3"], 2) == ["n3"]
+
+
+def test_nodes_without_the_jobs_features_or_outside_its_reservation_do_not_count_as_left() -> None:
+    h100 = {name: replace(node, features=("h100", "ib")) for name, node in NODES.items() if name != "n4"}
+    assert choose(NODES | h100, Placement(features=frozenset({"h100"})), [], ["n1", "n2"], 2) == ["n1"]
+    named = replace(NODES["n4"], reservation="big")
+    for n4 in (named, NodeRecord("n4", "IDLE+RESERVED", ("train",)), NodeRecord("n4", "IDLE+MAINTENANCE", ("train",))):
+        assert choose(NODES | {"n4": n4}, TRAIN, [], ["n1", "n2"], 2) == ["n1"]
+    held = NODES | {"n4": named}
+    assert choose(held, TRAIN, [], ["n1", "n2"], 2) == ["n1"]
+    assert choose(held, replace(TRAIN, reservation="big"), [], ["n4", "n1"], 1) == ["n1"]
+
+
+@pytest.mark.parametrize(
+    ("said", "features"),
+    [("(null)", set()), ("a", {"a"}), ("a&b,c", {"a", "b", "c"}), ("[a|b]&c", set()), ("a*2&b", set())],
+)
+def test_only_a_plain_list_of_features_is_judged(said: str, features: set[str]) -> None:
+    placement = parse_placement(f"train,lo\x1fn[1-2]\x1fn3\x1fbig\x1f{said}\x1e\n")
+    assert placement == Placement(("train", "lo"), ("n1", "n2"), ("n3",), "big", frozenset(features))
 
 
 @pytest.mark.parametrize(

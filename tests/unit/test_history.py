@@ -46,7 +46,7 @@ def make_active(history: History, tmp_path: Path, name: str = "llm") -> int:
 
 
 def take(history: History, run_id: int, holder: str = "h:1:1", now: float = NOW):
-    return history.take_lease(run_id, holder, now=now, until=now + 60)
+    return history.take_leases([run_id], holder, now=now, until=now + 60).get(run_id)
 
 
 def test_a_run_comes_back_as_it_was_stored(history: History, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_stale_lease_writes_nothing(history: History, tmp_path: Path) -> None:
         )
     assert history.incidents() == []
     assert history.open_action(run_id) is None
-    history.drop_lease(old)
+    history.drop_leases([old])
     assert history.lease_holder(run_id) == "h:2:2"
 
 
@@ -133,7 +133,7 @@ def test_a_watch_survives_between_ticks(history: History, tmp_path: Path) -> Non
     attempt = history.add_attempt(run_id, AttemptKey("7"), now=NOW)
     assert history.watch(attempt.attempt_id) is None
     watch = Watch("7.r0", "h/b", 10.0, (RankWatch(0, "n1", 1, 2, 3, "step", None, 11.0, 12.0),), 100, 13.0, NOW)
-    history.save_observation(attempt, watch)
+    history.save_observations((attempt, watch))
     assert history.watch(attempt.attempt_id) == watch
 
 

@@ -169,10 +169,13 @@ def test_what_an_sbatch_line_cannot_hold_is_refused(option: str) -> None:
 
 
 def test_slurm_is_given_paths_without_patterns(stage: Stage) -> None:
-    config = stage.config(run_dir=stage.folder / "50%")
-    assert f"#SBATCH --output={stage.folder}/50%%/logs/batch-%j.log\n" in render(config)
+    config = stage.config(run_dir=stage.folder / "50%j%", command=("pwd",))
+    assert f"#SBATCH --output={stage.folder}/50%%j%%/logs/batch-%j.log\n" in render(config)
     stage.run(config)
-    assert stage.asked()["options"]["output"] == f"{stage.folder}/50%%/logs/42.r0/node-%n.log"
+    asked = stage.asked()
+    assert (asked["cwd"], asked["options"]["output"]) == (f"{config.run_dir}/logs/42.r0", "node-%n.log")
+    ranks = subprocess.run(asked["command"], cwd=asked["cwd"], capture_output=True, text=True, check=True)
+    assert ranks.stdout == f"{config.workdir}\n"
 
 
 # ----------------------------------------------------------------------------------------------------------- as run
@@ -249,7 +252,7 @@ def test_a_node_that_opened_no_log_makes_a_zero_of_sruns_a_failure(stage: Stage,
 
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_nothing_a_user_writes_is_executed_and_all_of_it_arrives(stage: Stage, hostile: str) -> None:
-    folder = stage.folder / hostile.replace("/", "_").replace("50% %j", "50%")
+    folder = stage.folder / hostile.replace("/", "_")
     workdir = folder / "wörk"
     workdir.mkdir(parents=True)
     config = stage.config(
@@ -260,8 +263,9 @@ def test_nothing_a_user_writes_is_executed_and_all_of_it_arrives(stage: Stage, h
     done = stage.run(config)
     assert (done.returncode, done.stderr) == (0, "")
     asked = stage.asked()
-    assert asked["command"] == ["prog", hostile, "", "a\nb", "\\"]
-    assert asked["cwd"] == str(workdir)
+    back = ["bash", "-c", 'cd "$0" && exec "$@"', str(workdir)] if "%" in str(folder) else []
+    assert asked["command"] == [*back, "prog", hostile, "", "a\nb", "\\"]
+    assert asked["cwd"] == str(RunDir(config.run_dir).attempt_logs(FIRST) if back else workdir)
     assert {name: asked["env"][name] for name in ("KREA_RUN", "KREA_RUN_DIR", "KREA_CHECKPOINT_DIR", "NOTE")} == {
         "KREA_RUN": hostile,
         "KREA_RUN_DIR": str(folder / "run"),

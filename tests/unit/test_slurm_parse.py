@@ -138,10 +138,12 @@ def test_reason_may_hold_bars_and_line_breaks() -> None:
     assert parse_squeue(text + GOOD)[0].reason == "(a | b\nc)"
 
 
-def test_a_comment_may_hold_what_ends_a_row() -> None:
-    comment = f"a|b{TEXT_END}c{ROW_END}\nd{ROW_END}"
-    first, second = parse_squeue(GOOD.replace("(null)", comment) + GOOD.replace("7|", "8|", 1))
-    assert (first.job_id, first.comment, second.job_id) == ("7", comment, "8")
+def test_a_comment_may_hold_what_ends_a_row_and_another_row_after_it() -> None:
+    comment = f"a|b{TEXT_END}c{ROW_END}\n{GOOD.replace('7|RUNNING', '8|FAILED', 1)}"
+    asked = f"{ROW_END}mark"
+    rows = GOOD.replace(ROW_END, asked).replace("(null)", comment) + GOOD.replace(ROW_END, asked).replace("7|", "8|", 1)
+    first, second = parse_squeue(rows, row_end=asked)
+    assert (first.job_id, first.comment, second.job_id, second.state) == ("7", comment, "8", JobState.RUNNING)
 
 
 # ---------------------------------------------------------------------------------------------------------------- sacct

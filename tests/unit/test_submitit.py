@@ -20,7 +20,8 @@ from krea_runner.launch.submitit_entry import KreaJobEnvironment, prepare, save_
 from krea_runner.model import RunState
 from krea_runner.schedulers import open_scheduler
 from krea_runner.supervise.lease import own_holder
-from krea_runner.supervise.tick import Supervisor, tick
+from krea_runner.supervise.supervisor import Supervisor
+from krea_runner.supervise.tick import tick
 
 LOCAL = {"run": {"scheduler": "local"}}
 

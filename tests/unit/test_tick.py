@@ -14,7 +14,8 @@ from krea_runner.history.store import History, open_history
 from krea_runner.model import AttemptKey, DecisionKind, JobRecord, JobState, Policy, RunState, Symptom
 from krea_runner.rundir import RunDir
 from krea_runner.schedulers import NodeRecord
-from krea_runner.supervise.tick import Supervisor, TickReport, look, tick
+from krea_runner.supervise.supervisor import Supervisor, TickReport
+from krea_runner.supervise.tick import look, tick
 
 from .conftest import FakeClock, make_config
 
@@ -52,13 +53,13 @@ class Says:
     def find_by_tag(self, tag: str) -> list[JobRecord]:
         return [job for job in self.my_jobs([]).values() if job.comment == tag]
 
-    def starts(self, job_id: str) -> list[JobRecord]:
-        return self.accounting
+    def starts(self, job_ids: Sequence[str]) -> dict[str, list[JobRecord]]:
+        return dict.fromkeys(job_ids, self.accounting)
 
     def nodes(self, names: Sequence[str] | None = None) -> dict[str, NodeRecord]:
         return {node.name: node for node in self.node_records}
 
-    def submit(self, script: Path, *, tag: str) -> str:
+    def submit(self, script: Path, *, tag: str, excluded: Sequence[str] = ()) -> str:
         self.asked.append(f"submit {tag}")
         self.record = dataclasses.replace(RUNNING, job_id="8", comment=tag)
         return "8"
@@ -256,7 +257,7 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(desk: Desk) -> None:
 
 
 def test_a_run_under_another_living_supervisors_lease_is_left_to_it(desk: Desk) -> None:
-    desk.history.take_lease(desk.run_id, "login2:5:5", now=desk.clock.wall(), until=desk.clock.wall() + 100)
+    desk.history.take_leases([desk.run_id], "login2:5:5", now=desk.clock.wall(), until=desk.clock.wall() + 100)
     report = desk.tick(ended(JobState.FAILED, exit_code=1))
     assert "left to login2" in report.lines[0].text
     assert (desk.says.asked, desk.history.incidents()) == ([], [])
@@ -277,14 +278,6 @@ def test_a_lost_submission_is_found_by_its_tag(desk: Desk, tmp_path: Path) -> No
     desk.says.tagged = [dataclasses.replace(RUNNING, comment="t")]
     desk.tick()
     assert (desk.state, desk.history.run(desk.run_id).job_id) == (RunState.ACTIVE, "7")
-
-
-def test_a_submission_that_never_arrived_is_given_up(desk: Desk) -> None:
-    desk.history.set_run_state(desk.run_id, RunState.SUBMITTING, "", now=0)
-    desk.history._update_run(desk.run_id, job_id=None)
-    desk.clock.sleep(700)
-    desk.tick(None)
-    assert desk.state is RunState.STOPPED
 
 
 def test_a_held_run_resumes_when_a_person_says_so(desk: Desk) -> None:
@@ -411,7 +404,7 @@ def test_a_second_job_of_a_run_is_cancelled(desk: Desk) -> None:
     desk.says.cancel = lambda job_id: desk.says.asked.append(f"cancel {job_id}")
     report = desk.tick(dataclasses.replace(RUNNING, comment=f"{tag}.2"))
     assert desk.says.asked == ["cancel 6"]
-    assert any("second job of this run" in line.text for line in report.lines)
+    assert any("job 6 is not the job of this run" in line.text for line in report.lines)
 
 
 def test_a_job_that_vanished_from_the_queue_is_held_for_a_person(desk: Desk) -> None:
