@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from krea_runner.history.store import History
     from krea_runner.history.ticks import TickRecord
-    from krea_runner.model import Incident, JobRecord, Run
+    from krea_runner.model import Attempt, Incident, JobRecord, Run
     from krea_runner.report.status import RunView
 
 CANNOT_SEE = 75
@@ -88,6 +88,7 @@ def look(history: "History", runs: Sequence["Run"], clock: Any) -> _Looked:
     """One look at each run: one question a kind of scheduler, the files of each run, and the history."""
     from krea_runner.cli import context
     from krea_runner.errors import SchedulerError
+    from krea_runner.transport.mirror import looked_at_together
 
     jobs: dict[str, JobRecord] = {}
     unasked: dict[str, str] = {}
@@ -101,34 +102,50 @@ def look(history: "History", runs: Sequence["Run"], clock: Any) -> _Looked:
     incidents: dict[int, list[Incident]] = {}
     for incident in history.incidents():
         incidents.setdefault(incident.run_id, []).append(incident)
-    views = [
-        _view(
-            history,
-            run,
-            jobs.get(f"{run.config.endpoint} {run.job_id}"),
-            "" if _is_over(run) else unasked.get(run.config.endpoint, ""),
-            incidents.get(run.run_id, []),
-            clock,
-        )
-        for run in runs
-    ]
+    jobs_of = {run.run_id: jobs.get(f"{run.config.endpoint} {run.job_id}") for run in runs}
+    attempts = {run.run_id: _present_attempt(history, run, jobs_of[run.run_id], clock) for run in runs}
+    keys = {run_id: attempt.key if attempt else None for run_id, attempt in attempts.items()}
+    with looked_at_together([(run.config, keys[run.run_id]) for run in runs]):
+        views = [
+            _view(
+                history,
+                run,
+                jobs_of[run.run_id],
+                attempts[run.run_id],
+                "" if _is_over(run) else unasked.get(run.config.endpoint, ""),
+                incidents.get(run.run_id, []),
+                clock,
+            )
+            for run in runs
+        ]
     return _Looked(views, tuple(unasked.values()))
 
 
+def _present_attempt(history: "History", run: "Run", job: "JobRecord | None", clock: Any) -> "Attempt | None":
+    from krea_runner.model import Attempt, AttemptKey
+
+    if job is None:
+        return history.latest_attempt(run.run_id)
+    key = AttemptKey(job.job_id, job.restart_count)
+    unseen = Attempt(0, run.run_id, key, clock.wall())  # the supervisor has not looked since it started
+    return next((known for known in history.attempts(run.run_id) if known.key == key), unseen)
+
+
 def _view(
-    history: "History", run: "Run", job: "JobRecord | None", blind: str, incidents: Sequence["Incident"], clock: Any
+    history: "History",
+    run: "Run",
+    job: "JobRecord | None",
+    attempt: "Attempt | None",
+    blind: str,
+    incidents: Sequence["Incident"],
+    clock: Any,
 ) -> "RunView":
     from krea_runner.errors import FilesUnavailable
-    from krea_runner.model import Attempt, AttemptKey, Snapshot
+    from krea_runner.model import Snapshot
     from krea_runner.observe.snapshot import observe
     from krea_runner.report.status import view_run
 
     attempts = history.attempts(run.run_id)
-    attempt = attempts[-1] if attempts else None
-    if job is not None:
-        key = AttemptKey(job.job_id, job.restart_count)
-        unseen = Attempt(0, run.run_id, key, clock.wall())  # the supervisor has not looked since it started
-        attempt = next((known for known in attempts if known.key == key), unseen)
     memory = history.watch(attempt.attempt_id) if attempt is not None and attempt.attempt_id else None
     try:
         snapshot = replace(observe(run, job, attempt, memory, clock), blind=blind)

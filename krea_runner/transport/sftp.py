@@ -14,8 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     import paramiko
 
-# So much that the window of the channel (2 MiB) never fills on either side: an answer has at most CHUNK bytes.
-UNDER_WAY = 48
+# Of answers and requests that are under way: the window of the channel has 2 MiB, and must not fill on both sides.
+UNDER_WAY_BYTES = 1 << 20
+SMALL_BYTES = 512  # a request, with the answer to one that asks for no data
+MAX_AHEAD = 32
+LISTING_BYTES = 40_000  # NAMES_A_PACKET names of 255 bytes, with what `ls -l` says of them
+# An account may often have no more than 1,024 files open, and other sessions have some.
+MAX_HANDLES = 256
 CHUNK = 32 << 10  # what every server must be able to give at once (draft-ietf-secsh-filexfer-02, 3)
 NAMES_A_PACKET = 100  # OpenSSH's
 MAX_ENTRIES = 20_000
@@ -37,11 +42,12 @@ class Entry:
 
 @dataclass(slots=True)
 class Pipeline:
-    """`rounds`: round trips so far, as long as no more than UNDER_WAY requests go at once."""
+    """`rounds`: round trips so far, as long as no more than UNDER_WAY_BYTES go at once."""
 
     sftp: "paramiko.SFTPClient"
     rounds: int = 0
     requests: int = 0
+    handles: int = 0
 
     def together(self, plans: Sequence[Plan[None]]) -> list[OSError | None]:
         """Carry out all plans; of each the error that ended it. Raises: what the connection raises."""
@@ -67,9 +73,11 @@ class Pipeline:
         answers = _Answers()
         numbers: list[int] = []
         for request in requests:
-            while len(numbers) - len(answers.found) >= UNDER_WAY:
+            cost = _cost(request)
+            while answers.costs and sum(answers.costs.values()) + cost > UNDER_WAY_BYTES:
                 self.sftp._read_response()
             numbers.append(self.sftp._async_request(answers, *request))
+            answers.costs[numbers[-1]] = cost
         while len(answers.found) < len(numbers):
             self.sftp._read_response()
         return [_understood(*answers.found[number]) for number in numbers]
@@ -94,7 +102,7 @@ class Pipeline:
                 raise OSError(0, f"more than {MAX_ENTRIES} entries in {folder}")
             if over:
                 return found
-            ahead = min(2 * ahead, UNDER_WAY)
+            ahead = min(2 * ahead, MAX_AHEAD)
 
     def stats(self, paths: Sequence[str]) -> Plan[list[Entry | None]]:
         """Links are followed; None: not there. Raises: OSError."""
@@ -109,6 +117,16 @@ class Pipeline:
 
         Raises: OSError.
         """
+        found: list[bytes | None] = []
+        while len(found) < len(parts):
+            room = max(1, MAX_HANDLES - self.handles)  # one is always had, or nobody would come to an end
+            some = parts[len(found) : len(found) + room]
+            self.handles += len(some)
+            found += yield from self._reading(some)
+            self.handles -= len(some)
+        return found
+
+    def _reading(self, parts: Sequence[tuple[str, int, int]]) -> Plan[list[bytes | None]]:
         from paramiko import SFTPAttributes
         from paramiko.sftp import CMD_OPEN, CMD_READ, SFTP_FLAG_READ, int64
 
@@ -146,9 +164,21 @@ class _Answers:
     """Without slots: paramiko keeps weak references to who waits."""
 
     found: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    costs: dict[int, int] = field(default_factory=dict)
+    """Of those that have not come, in bytes."""
 
     def _async_response(self, kind: int, message: Any, number: int) -> None:
         self.found[number] = (kind, message)
+        self.costs.pop(number, None)
+
+
+def _cost(request: Request) -> int:
+    """Bytes that it and its answer will take on the way, at most."""
+    from paramiko.sftp import CMD_READ, CMD_READDIR
+
+    if request[0] == CMD_READ:
+        return SMALL_BYTES + int(request[3])
+    return LISTING_BYTES if request[0] == CMD_READDIR else SMALL_BYTES
 
 
 def _good(answer: Any) -> Any:

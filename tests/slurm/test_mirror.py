@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -225,6 +226,20 @@ def test_many_runs_cost_the_round_trips_of_one(far: Far, monkeypatch: pytest.Mon
     assert [len(list(RunDir(config.run_dir).heartbeats(KEY).glob("*.hb"))) for config in seen] == [12] * 10
     assert len(made) == 1  # nothing was read a second time
     assert (made[0].rounds, made[0].requests > 3 * 120) == (4, True)
+
+
+def test_more_files_than_an_account_may_open_are_read_in_turns(far: Far) -> None:
+    folder = far.run_dir.heartbeats(KEY)
+    folder.mkdir(parents=True)
+    for node in range(700):
+        (folder / f"n{node}.hb").write_bytes(b"%4d" % node * 64)
+    open_ssh("login").close()
+    assert far.sshd.process is not None
+    resource.prlimit(far.sshd.process.pid, resource.RLIMIT_NOFILE, (400, 400))  # handed on to what it starts
+    seen = RunDir(mirrored(far.config, KEY).run_dir).heartbeats(KEY)
+    assert {path.name: path.read_bytes() for path in seen.glob("*.hb")} == {
+        f"n{node}.hb": b"%4d" % node * 64 for node in range(700)
+    }
 
 
 def test_one_run_that_cannot_be_read_does_not_hide_the_others(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:

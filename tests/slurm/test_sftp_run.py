@@ -107,7 +107,8 @@ class Outside:
 
 @pytest.fixture
 def outside(slurm_cluster, ordinary_user: OrdinaryUser, tmp_path: Path) -> Iterator[Outside]:
-    environment = {"PATH": f"{os.environ['PATH']}:/usr/sbin", "SLURM_CONF": str(slurm_cluster.conf)}
+    (tmp_path / "bin").mkdir()
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}:/usr/sbin", "SLURM_CONF": str(slurm_cluster.conf)}
     sshd = Sshd(tmp_path / "sshd", free_port(), environment)
     sshd.start()
     home = ordinary_user.make_dir()
@@ -145,16 +146,33 @@ def supervisor(outside: Outside) -> Iterator[Path]:
         process.wait(timeout=30)
 
 
+# Keeps a record of what it is asked for, and is slow to answer.
+SLOW_SCONTROL = """#!/bin/sh
+echo "$*" >>"$0.calls"
+{scontrol} "$@" || exit
+case "$1" in requeue) sleep 3 ;; esac
+"""
+
+
 def test_a_stopped_rank_is_noticed_and_its_run_resumed_and_done_without_a_file_in_sight(outside: Outside) -> None:
     job_id = outside.submit()
     first = AttemptKey(job_id, 0)
     if os.geteuid() == 0:
         assert outside.user.run(["/bin/ls", str(outside.far)], check=False).returncode != 0
-    connections = outside.sshd.connections
+    scontrol = outside.far.parent / "bin" / "scontrol"
+    scontrol.write_text(SLOW_SCONTROL.replace("{scontrol}", str(shutil.which("scontrol"))))
+    scontrol.chmod(0o755)
+    calls, connections = scontrol.with_suffix(".calls"), outside.sshd.connections
     with supervisor(outside) as said:
         os.kill(outside.pid_of_rank(first, 3, step=EVERY + 5), signal.SIGSTOP)
-        until(lambda: "done: the job completed" in said.read_text(), "the end of the run", 120)
+        until(lambda: calls.exists() and "requeue" in calls.read_text(), "the requeue to be sent", 60)
         assert outside.sshd.connections - connections == 1, said.read_text()
+        outside.sshd.cut()  # Slurm has done it, and nobody hears so
+        until(lambda: "done: the job completed" in said.read_text(), "the end of the run", 120)
+        assert outside.sshd.connections - connections == 2, said.read_text()
+        assert "could not see: scontrol was sent to login, and the connection was cut" in said.read_text()
+    assert calls.read_text().splitlines().count(f"requeue {job_id}") == 1
+    assert outside.status()["job_id"] == job_id
 
     (incident,) = outside.incidents()
     assert (incident["symptom"], incident["cause"], incident["decision"]) == ("hang", "rank_stopped", "REQUEUE")
