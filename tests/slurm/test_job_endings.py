@@ -271,6 +271,10 @@ class Case:
             "decision": str(incident.decision.kind),
         }
 
+    def accounting(self) -> str:
+        fields = "--format=JobID,State,ExitCode,Submit,Start,End,NodeList"
+        return run(["sacct", "-D", "-X", "-P", "-j", self.job_id, fields], timeout_s=60).stdout
+
     def expected(self) -> dict[str, str]:
         values = {name: self.row.of(name, accounting=self.cluster.accounting) for name in self.on_record()}
         values["node"] = "" if values["node"] == "-" else self.expected_node
@@ -543,7 +547,7 @@ def test_an_ending_is_told_for_what_it_is(cluster: Cluster, ordinary_user: Any, 
     try:
         ENDINGS[name](case)
         said = settle(case)
-        assert case.on_record() == case.expected(), said
+        assert case.on_record() == case.expected(), f"{said}\n{case.accounting()}"
         check_what_was_done(case, said)
     finally:
         case.cluster.try_to("scancel", "-u", ordinary_user.name)

@@ -185,6 +185,12 @@ def test_job_that_lost_a_node_did_not_start_twice() -> None:
     assert parse_sacct("\n".join(rows))[0].restart_count == 1
 
 
+@pytest.mark.parametrize("first", ["5|PENDING|0:0|10|Unknown|Unknown|None|None", "5|RUNNING|0:0|10|11|Unknown|n1|None"])
+def test_two_rows_of_one_start_are_one(first: str) -> None:
+    (record,) = parse_sacct(f"{first}\n5|CANCELLED by 7|0:0|10|11|16|n1|None")
+    assert (record.restart_count, record.state) == (0, JobState.CANCELLED)
+
+
 def test_accounting_has_a_row_for_each_start_in_order() -> None:
     recorded = recording("sacct-jobs")
     starts = parse_sacct_starts(recorded.stdout)[recorded.jobs["restarted"]]
