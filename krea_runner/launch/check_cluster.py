@@ -132,7 +132,9 @@ def signal_too_late(job: Job) -> Iterator[Hit]:
             else "60 s is the least that Slurm counts in"
         )
         prefix = f"{target}:" if target else ""
-        yield Hit(job.options["signal"].line, saw=f"{lead} s; {why}", fix=f"--signal={prefix}{name}@{wanted + 60}")
+        value = f"{prefix}{name}@{wanted + 60}"
+        fix = f"#SBATCH --signal={value}" if job.ours is None else f'signal = "{value}"'
+        yield Hit(job.options["signal"].line, saw=f"{lead} s; {why}", fix=fix)
 
 
 def _span(seconds: float | None) -> str:

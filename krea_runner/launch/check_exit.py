@@ -240,16 +240,13 @@ def trap_ends_well(job: Job) -> Iterator[Hit]:
 
 
 def signal_misses_trap(job: Job) -> Iterator[Hit]:
+    """In a script of ours the traps are for what comes from elsewhere; an empty one says that the ranks alone want it."""
     asked = asked_signal(job)
-    for shell in job.shells[:1] if asked and "B" not in asked[0] else ():
-        for command, _, signals in _traps(shell):
-            if asked and asked[1] in signals:
-                option = job.options["signal"]
-                yield Hit(
-                    option.line,
-                    saw=f"the trap is on line {command.line}",
-                    fix=f"#SBATCH --signal=B:{asked[1]}@{asked[2]}",
-                )
+    for shell in job.shells[:1] if asked and "B" not in asked[0] and job.ours is None else ():
+        for command, action, signals in _traps(shell):
+            if asked and asked[1] in signals and action:
+                fix = f"#SBATCH --signal=B:{asked[1]}@{asked[2]}"
+                yield Hit(job.options["signal"].line, saw=f"the trap is on line {command.line}", fix=fix)
 
 
 def signal_kills_script(job: Job) -> Iterator[Hit]:

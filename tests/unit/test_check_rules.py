@@ -232,6 +232,7 @@ def test_an_option_that_is_right_is_left_alone(line: str) -> None:
         ("signal-misses-trap", "USR1@120", f"{TRAP}\n{SRUN} & pid=$!\nwait $pid"),
         ("trap-waits", "B:USR1@120", f"{TRAP}\n{SRUN}"),
         (None, "B:USR1@120", f"{TRAP}\n{SRUN} & pid=$!\nwait $pid"),
+        (None, "USR1@120", f"trap '' USR1\n{SRUN}"),  # for the ranks, on purpose
         (None, "B:10@120", f"{TRAP}\n{SRUN} & pid=$!\nwait $pid"),
         (None, "B:USR1@120", f"exec {SRUN}"),
         (None, "B:USR1@120", f"setup() {{ {TRAP}; }}\nsetup\n{SRUN} & pid=$!\nwait $pid"),
@@ -240,6 +241,13 @@ def test_an_option_that_is_right_is_left_alone(line: str) -> None:
 def test_a_signal_and_its_trap(code: str | None, signal: str, script: str) -> None:
     text = GOOD.format(body=script).replace("#SBATCH --requeue", f"#SBATCH --signal={signal}\n#SBATCH --requeue")
     assert list(found(text)) == ([code] if code else [])
+
+
+def test_a_signal_for_the_ranks_alone_stops_no_submission(tmp_path: Path) -> None:
+    text = GOOD.format(body=f"{TRAP}\n{SRUN} & wait $!").replace("--requeue", "--requeue --signal=USR1@120")
+    assert found(text)["signal-misses-trap"].severity is Severity.WARNING
+    path = run_toml(tmp_path, '["true"]', 'signal = "USR2@90"\n')
+    assert {finding.code for finding in check_run(path).findings} <= CODES_OF_THIS_MACHINE
 
 
 def test_append_mode_missing_is_an_error_unless_the_cluster_appends() -> None:
@@ -451,6 +459,7 @@ def test_an_option_in_run_toml_is_named_by_its_line_there(tmp_path: Path) -> Non
     path = run_toml(tmp_path, '["true"]', 'signal = "USR1@10"\n')
     [finding] = [finding for finding in check_run(path).findings if finding.code == "signal-too-late"]
     assert (finding.where, finding.text) == (f"{path}:13", 'signal = "USR1@10"')
+    assert re.fullmatch(r'signal = "USR1@\d+"', finding.fix)
 
 
 # -------------------------------------------------------------------------------------------------------------- the table
