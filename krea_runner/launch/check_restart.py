@@ -4,9 +4,10 @@ import re
 from collections.abc import Iterator
 
 from krea_runner.launch.check import SHELLS, Hit, Job, Severity, interpreter
-from krea_runner.launch.check_shell import Shell, is_launch, program_of, srun_options, texts
+from krea_runner.launch.check_exit import parse_action
+from krea_runner.launch.check_shell import Shell, is_launch, pipelines, program_of, srun_options, texts
 from krea_runner.launch.sbatch_lines import header_end, option_pairs
-from krea_runner.launch.shell import Command, Word
+from krea_runner.launch.shell import Command, Word, commands
 
 # ------------------------------------------------------------------------------------------------- the file as a whole
 
@@ -128,8 +129,6 @@ def _given(job: Job, name: str) -> list[str]:
 
 
 def _piped_work(shell: Shell, tee: Command) -> bool:
-    from krea_runner.launch.check_shell import pipelines
-
     return any(tee in each.commands and any(map(shell.is_work, each.commands)) for each in pipelines(shell.sequence))
 
 
@@ -152,9 +151,11 @@ def requeue_not_asked(job: Job) -> Iterator[Hit]:
 def own_requeue(job: Job) -> Iterator[Hit]:
     for shell in job.shells:
         for command in shell.flat:
-            words = [word.value for word in command.words]
-            if words[:2] in (["scontrol", "requeue"], ["scontrol", "requeuehold"]):
-                yield Hit(command.line)
+            trap = command.kind == "simple" and len(command.words) > 2 and command.words[0].value == "trap"
+            for each in commands(parse_action(command.words[1].value)) if trap else [command]:
+                words = [word.value for word in program_of(each)]
+                if words[:2] in (["scontrol", "requeue"], ["scontrol", "requeuehold"]):
+                    yield Hit(command.line)
 
 
 # ----------------------------------------------------------------------------------------------------------------- srun

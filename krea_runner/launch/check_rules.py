@@ -36,7 +36,8 @@ RULES: tuple[Rule, ...] = (
          "rc=$? right after the work, exit $rc as the last line", f"{OURS}; NVIDIA-NeMo/Megatron-Bridge#4938",
          exit_code.end_hides_exit, near="`set -e`; `rc=$?` and `exit $rc`; a retry loop"),
     Rule("background-not-awaited", ERROR, "The script ends at once; Slurm kills what runs and says COMPLETED.",
-         "pid=$! after it, wait $pid at the end", OURS, exit_code.background_without_wait),
+         "pid=$! after it, wait $pid at the end", OURS, exit_code.background_without_wait,
+         near="a program in the foreground below it, which it may serve or watch: only noted"),
     Rule("bare-wait", ERROR, "A crash reads as COMPLETED 0:0: wait without a process id always succeeds.",
          "pid=$! after the start; wait $pid || exit $?", "bash(1), wait", exit_code.bare_wait_hides_exit,
          near="`wait $pid`, `wait -n`"),
@@ -57,7 +58,7 @@ RULES: tuple[Rule, ...] = (
          "trap 'kill -USR1 $pid' USR1, with the work in the background and wait $pid", "bash", exit_code.signal_kills_script),
     Rule("trap-waits", ERROR, "bash runs a trap only when the command in the foreground has ended: too late.",
          "srun ... & pid=$!; wait $pid", "bash(1), SIGNALS", exit_code.trap_waits_for_foreground,
-         near="work in the background with `wait`"),
+         near="work in the background with `wait`, in a function too"),
     Rule("signal-too-late", WARNING, "Slurm counts in rounds: the warning may leave less time than saving takes.",
          "--signal=B:USR1@120", "sbatch(1), --signal", cluster.signal_too_late),
     # --------------------------------------------------------------------------------------------------------- restarts

@@ -55,6 +55,8 @@ class Shell:
     """Where in `flat` a command is, by its `id`."""
     launches: bool = False
     """Has a launcher; otherwise any program that computes is work."""
+    functions: Mapping[str, Sequence] = field(default_factory=dict)
+    """What stands between the braces of each."""
     working_functions: frozenset[str] = frozenset()
     changes: tuple[tuple[int, str, bool], ...] = field(default=())
     """(index in `flat`, option, on) of each `set`."""
@@ -86,10 +88,18 @@ class Shell:
         name = program[0].value.rpartition("/")[2]
         if name in self.working_functions:
             return True
-        if self.launches:
-            return is_launch(program)
+        return is_launch(program) if self.launches else self.computes(command)
+
+    def computes(self, command: Command) -> bool:
+        """Starts a program that may be the work, with a launcher or without."""
+        program = program_of(command)
+        if not program or _only_looks(program):
+            return False
+        name = program[0].value.rpartition("/")[2]
         return bool(
-            re.fullmatch(r"python[\d.]*", name)
+            is_launch(program)
+            or name in self.working_functions
+            or re.fullmatch(r"python[\d.]*", name)
             or name in _PROGRAMS
             or re.search(r"\.(py|sh)$", name)
             or (name in _SHELL_NAMES and len(program) > 1)
@@ -150,12 +160,11 @@ def _shell(
         sequence, first, last, nested, errexit, pipefail, flat, place={id(command): at for at, command in enumerate(flat)},
         launches=any(is_launch(program_of(command)) for command in flat), changes=tuple(_set_changes(flat)),
     )  # fmt: skip
-    functions = frozenset(
-        each.words[0].value
-        for each in flat
-        if each.kind == "function" and any(shell._starts_work(part) for part in commands(each.bodies[0]))
-    )
-    return replace(shell, working_functions=functions)
+    bodies = {each.words[0].value: each.bodies[0] for each in flat if each.kind == "function"}
+    working = frozenset(name for name, body in bodies.items() if any(map(shell._starts_work, commands(body))))
+    inside = {name: body[0].pipelines[0].commands[0] for name, body in bodies.items()}
+    functions = {name: group.bodies[0] if group.kind in {"{", "("} else bodies[name] for name, group in inside.items()}
+    return replace(shell, working_functions=working, functions=functions)
 
 
 def _set_changes(flat: tuple[Command, ...]) -> Iterator[tuple[int, str, bool]]:
@@ -186,9 +195,21 @@ def program_of(command: Command) -> tuple[Word, ...]:
     return tuple(words)
 
 
+_LOOKS = re.compile(r"(-V+|--version|-h|--help|-m (pip3?|venv|ensurepip|site)\b.*)", re.DOTALL)
+_TRIES = re.compile(r"\s*(import|from|print|assert|sys\.exit|exit|quit)\b[^;\n]*")
+
+
+def _only_looks(program: tuple[Word, ...]) -> bool:
+    """`python --version`, `python -m pip`, `python -c 'import x'`."""
+    arguments = [word.value for word in program[1:]]
+    if arguments[:1] == ["-c"] and len(arguments) > 1 and "python" in program[0].value:
+        return all(_TRIES.fullmatch(each) or not each.strip() for each in re.split(r"[;\n]", arguments[1]))
+    return _LOOKS.fullmatch(" ".join(arguments)) is not None
+
+
 def is_launch(program: tuple[Word, ...]) -> bool:
     """Starts ranks, and not just a look at the nodes."""
-    if not program or program[0].value.rpartition("/")[2] not in LAUNCHERS:
+    if not program or program[0].value.rpartition("/")[2] not in LAUNCHERS or _only_looks(program):
         return False
     if program[0].value.rpartition("/")[2] != "srun":
         return True

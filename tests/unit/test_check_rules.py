@@ -72,6 +72,7 @@ BODIES = {
         f"if true; then\n  {SRUN} | cat\nfi",
         "timeout 2h env A=1 srun -K -n 2 python train.py | cat",
         "python train.py | cat",
+        "python -c 'import train; train.main()' | cat",
         '"${LAUNCH[@]}" train.py | cat',
     ],
     "or-hides-exit": [
@@ -79,6 +80,11 @@ BODIES = {
         f"{SRUN} || :",
         f"{SRUN} || echo failed",
         f"{SRUN} || {{ echo no; sleep 5; }}",
+        f"{SRUN} || exit 0",
+        f"{SRUN} || {{ rc=$?; echo $rc; exit 0; }}",
+        f"launch() {{ {SRUN} || return 0; }}\nlaunch",
+        f"set -e\n{SRUN} && echo ok || echo failed",
+        f"[ -d /lustre ] && {SRUN} && date || echo failed",
     ],
     "end-hides-exit": [
         f"{SRUN}\necho done",
@@ -91,19 +97,35 @@ BODIES = {
         f"{SRUN} & pid=$!\nwait $pid\necho done",
         "srun -K bash -c 'python train.py; echo done'",
         f"(\n{SRUN}\necho done\n)",
+        f'{SRUN}\necho "exit code $?"',
+        f"{SRUN}\npython notify.py $?",
+        f"if {SRUN}; then echo ok; else echo bad; exit 0; fi",
+        f"if ! {SRUN}; then echo bad; exit 0; fi\nexit 1",
+        f"if {SRUN}; then exit 0; fi\necho failed",
+        f"run() {{\n{SRUN}\necho finished\n}}\nrun",
+        f"run() {{ {SRUN}; echo finished; }}\nrun & wait $!",
+        f"set -e\nrun() {{ {SRUN}; echo finished; }}\nrun || exit 1",
     ],
     "background-not-awaited": [f"{SRUN} &", f"nohup {SRUN} >> /lustre/log 2>&1 &\necho started", f"({SRUN}) &"],
     "bare-wait": [f"{SRUN} &\nwait", f"for i in 1 2; do {SRUN} & done\nwait"],
     "idle-end": [f"{SRUN}\nsleep infinity", f"{SRUN}\ntail -f /dev/null"],
     "exec-ends-script": [f"trap 'rm -f /lustre/x' EXIT\nexec {SRUN}", f"exec {SRUN}\nexit 1"],
-    "trap-ends-well": [f"trap 'echo bye; exit 0' TERM\n{SRUN}"],
+    "trap-ends-well": [
+        f"trap 'echo bye; exit 0' TERM\n{SRUN}",
+        f"bye() {{ echo bye; exit 0; }}\ntrap bye EXIT TERM\n{SRUN}",
+        f"end() {{ exit 0; }}\nbye() {{ end; }}\ntrap 'sleep 1; bye' TERM\n{SRUN}",
+    ],
     "trap-ignores-signal": [f"trap '' TERM\n{SRUN}"],
     "redirect-truncates": [
         f"{SRUN} > /lustre/log",
         f"set -o pipefail\n{SRUN} | tee /lustre/log",
         f"{SRUN} &> train.out",
     ],
-    "own-requeue": [f"{SRUN} || scontrol requeue $SLURM_JOB_ID"],
+    "own-requeue": [
+        f"{SRUN} || scontrol requeue $SLURM_JOB_ID",
+        f"trap 'echo bye; scontrol requeue $SLURM_JOB_ID' USR2\n{SRUN} & wait $!",
+        f"setup() {{ trap 'timeout 9 scontrol requeue $SLURM_JOB_ID' USR2; }}\nsetup\n{SRUN} & wait $!",
+    ],
     "gang-outlives-rank": ["srun python train.py", "srun -K0 python train.py", "srun --ntasks=4 python train.py"],
     "submits-with-everything": [f"{SRUN} || exit 1\nsbatch next.sh"],
     "flight-recorder-off": [f"export TORCH_NCCL_DUMP_ON_TIMEOUT=0\n{SRUN}", f"TORCH_NCCL_TRACE_BUFFER_SIZE=0 {SRUN}"],
@@ -137,6 +159,25 @@ NEAR = [
     f"{SRUN} || exit $?\ndate",
     f"{SRUN} || die 'no'\ndate",
     f"{SRUN} || rc=$?\nexit ${{rc:-0}}",
+    f"{SRUN} || {{ rc=$?; echo $rc; }}\nexit ${{rc:-0}}",
+    f"{SRUN} && exit 0 || echo failed\nexit 1",
+    f"{SRUN} && exit 0\necho failed\nexit 1",
+    f"{SRUN}\nexit $?",
+    f"{SRUN}\n[ $? = 0 ] || exit 1\necho done",
+    f"{SRUN}\nfinish $?\nfinish() {{ exit $1; }}",
+    f"{SRUN}\ncode=$(( $? ))\necho done\n(( code == 0 ))",
+    f"if {SRUN}; then exit 0; fi\necho failed\nexit 1",
+    f"if ! {SRUN}; then failed=1; fi\necho done\nexit ${{failed:-0}}",
+    f"if {SRUN}; then exit 0; else exit 3; fi",
+    f"set -e\nrun() {{ {SRUN}; echo finished; }}\nrun",
+    f"run() {{ {SRUN}; echo finished; }}\nset -e\nrun",
+    f"run() {{ {SRUN}; local rc=$?; echo finished; return $rc; }}\nrun",
+    f"run() {{ {SRUN}; rc=$?; echo finished; }}\nrun\nexit $rc",
+    f"warm_up() {{ {SRUN}; echo finished; }}\nwarm_up\n{SRUN}",
+    f"bye() {{ rc=$?; if [ $rc = 0 ]; then exit 0; fi; exit $rc; }}\ntrap bye EXIT\n{SRUN}",
+    f"trap '[ $? = 0 ] && exit 0' EXIT\n{SRUN}",
+    "python --version 2>&1 | head -1\npython -c 'import torch; print(torch.__version__)' || echo no\npython train.py",
+    "python -m pip install x | tail -1\npython train.py",
     f"set -e\n{SRUN}\necho done",
     f"{SRUN}\nrc=$?\necho $rc\nexit $rc",
     f"set +e\n{SRUN}\nrc=$?\nset -e\n[ $rc = 0 ] || exit $rc",
@@ -154,6 +195,7 @@ NEAR = [
     f"exec {SRUN}",
     f"sleep infinity &\n{SRUN}",
     f"trap 'kill -TERM $pid' TERM\n{SRUN}",
+    f"trap 'scontrol show job $SLURM_JOB_ID; echo scontrol requeue' USR2\n{SRUN} & wait $!",
     f"finish() {{ trap '' TERM; exit $1; }}\n{SRUN}",
     f"{SRUN} > /lustre/log.$SLURM_RESTART_COUNT",
     f"{SRUN} > /dev/null",
@@ -235,6 +277,9 @@ def test_an_option_that_is_right_is_left_alone(line: str) -> None:
         (None, "USR1@120", f"trap '' USR1\n{SRUN}"),  # for the ranks, on purpose
         (None, "B:10@120", f"{TRAP}\n{SRUN} & pid=$!\nwait $pid"),
         (None, "B:USR1@120", f"exec {SRUN}"),
+        (None, "B:USR1@120", f"{TRAP}\nmain() {{ {SRUN} & pid=$!; wait $pid; }}\nmain"),
+        (None, "B:USR1@120", f"{TRAP}\n({SRUN}) & wait $!"),
+        ("trap-waits", "B:USR1@120", f"{TRAP}\nmain() {{ {SRUN}; }}\nmain"),
         (None, "B:USR1@120", f"setup() {{ {TRAP}; }}\nsetup\n{SRUN} & pid=$!\nwait $pid"),
     ],
 )
@@ -264,6 +309,15 @@ def test_requeue_not_asked_for_weighs_what_the_cluster_does_by_default() -> None
 
 def test_the_whole_gang_ends_where_the_cluster_sees_to_it() -> None:
     assert body("srun python train.py", cluster=cluster("KillOnBadExit=1")) == {}
+
+
+def test_what_serves_or_watches_a_program_in_the_foreground_is_only_noted() -> None:
+    ray = f"{SRUN} &\nsleep 10\npython drive.py"
+    for script in (ray, f"srun -K --overlap dcgmi dmon >> /lustre/log &\n{SRUN}"):
+        finding = body(script)["background-not-awaited"]
+        assert (finding.severity, finding.line, "line" in finding.saw) == (Severity.NOTE, 5, True)
+    for script in (f"{SRUN} &\nsleep 10\necho done", f"f() {{ python x.py; }}\n{SRUN} &"):
+        assert body(script)["background-not-awaited"].severity is Severity.ERROR
 
 
 def test_options_of_srun_in_a_variable_from_elsewhere_are_not_known() -> None:
