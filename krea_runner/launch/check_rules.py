@@ -87,7 +87,7 @@ RULES: tuple[Rule, ...] = (
          restart.inherited_variables, near="SLURM_CONF; a script that unsets them; krea-runner submit, which does"),
     Rule("submits-with-everything", WARNING, "The job that this sbatch submits inherits CPU binding and array ids of this one.",
          "sbatch --export=NONE ...", f"{OURS}; goodfire-ai/spd#955", restart.submits_with_everything,
-         near="`sbatch --export=NONE`, `env -u`, `env -i`"),
+         near="`sbatch --export=NONE`, `env -u NAME`, `env -i`"),
     Rule("export-none", WARNING, "srun inherits --export=NONE: the ranks get no variable that this script sets.",
          "srun --export=ALL ...", OURS, restart.export_none, near="`unset SLURM_EXPORT_ENV`"),
     Rule("defaults-stay", ERROR, "sbatch takes this from ~/.slurm/defaults, and nothing that is written here takes it back.",

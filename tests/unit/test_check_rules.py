@@ -126,8 +126,20 @@ BODIES = {
         f"trap 'echo bye; scontrol requeue $SLURM_JOB_ID' USR2\n{SRUN} & wait $!",
         f"setup() {{ trap 'timeout 9 scontrol requeue $SLURM_JOB_ID' USR2; }}\nsetup\n{SRUN} & wait $!",
     ],
-    "gang-outlives-rank": ["srun python train.py", "srun -K0 python train.py", "srun --ntasks=4 python train.py"],
-    "submits-with-everything": [f"{SRUN} || exit 1\nsbatch next.sh"],
+    "gang-outlives-rank": [
+        "srun python train.py",
+        "srun -K0 python train.py",
+        "srun --ntasks=4 python train.py",
+        "srun --jobid $SLURM_JOB_ID python train.py",
+        "srun -W 60 -n 4 python train.py",
+        'SRUN_ARGS=(--mpi=none)\nsrun -N 4 "${SRUN_ARGS[@]}" python train.py',
+    ],
+    "submits-with-everything": [
+        f"{SRUN} || exit 1\nsbatch next.sh",
+        f"{SRUN} || exit 1\nenv ${{!SLURM_CPU_BIND@/#/-u }} sbatch next.sh",
+        f"{SRUN} || exit 1\nenv A=1 nice sbatch -i next.sh",
+        f"{SRUN} || exit 1\nsalloc true",
+    ],
     "flight-recorder-off": [f"export TORCH_NCCL_DUMP_ON_TIMEOUT=0\n{SRUN}", f"TORCH_NCCL_TRACE_BUFFER_SIZE=0 {SRUN}"],
     "sbatch-after-command": [f"cd /lustre\n#SBATCH --time=5\n{SRUN}"],
     "node-local": [
@@ -135,6 +147,13 @@ BODIES = {
         "srun -K python train.py --output_dir=/dev/shm/out",
         f"CKPT_DIR=$TMPDIR/x {SRUN}",
         f"export CHECKPOINT_DIR=/ramdisk/x\n{SRUN}",
+        'ARGS=( --save /tmp/ckpt --seed 1 )\nsrun -K python train.py "${ARGS[@]}"',
+        'ARGS+=(\n  --seed 1  # why\n  "--save" "/tmp/ckpt"\n)\nsrun -K python train.py "${ARGS[@]}"',
+        'export OPTS=" --seed 1 \\\n --save /tmp/ckpt"\nsrun -K python train.py $OPTS',
+        "srun -K --output=/tmp/%j.log python train.py",
+        "srun -K -e /tmp/%j.log python train.py",
+        "set -o pipefail\nsrun -K python train.py | tee -a /tmp/train.log",
+        "srun -K python train.py --resume /lustre/x --log-dir $TMPDIR/tb",
     ],
     "unreadable-shell": [f"if {SRUN}; then", "echo 'never closed"],
 }
@@ -207,9 +226,20 @@ NEAR = [
     "export SLURM_KILL_BAD_EXIT=1\nsrun python train.py",
     "ARGS=' --wait=60 --kill-on-bad-exit=1 '\nsrun $ARGS python train.py",
     'args=(--label -K)\nsrun "${args[@]}" python train.py',
+    'SRUN_ARGS=(--kill-on-bad-exit=1 --mpi=none)\nsrun -N 4 "${SRUN_ARGS[@]}" python train.py',
+    "LABEL=--label\nsrun $LABEL --immediate -W 60 -K python train.py",
+    "LABEL=--label\nsrun $LABEL -N 1 -n 1 python train.py",
+    "LABEL=--label\nsrun $LABEL hostname | sort\nsrun -K python train.py",
     f"{SRUN} || exit 1\nsbatch --export=NONE next.sh",
+    f"{SRUN} || exit 1\nsbatch --export NIL next.sh",
+    f"{SRUN} || exit 1\nenv -u SLURM_CPU_BIND sbatch next.sh",
+    f"{SRUN} || exit 1\nenv A=1 -i /usr/bin/sbatch next.sh",
     f"echo start\n##SBATCH --time=1\n{SRUN}",
     "srun -K python train.py --save /lustre/ckpt --seed 1",
+    'ARGS=( --save /lustre/ckpt --cache /tmp/x )\nsrun -K python train.py "${ARGS[@]}"',
+    'OPTS="--cache /tmp/x"\nsrun -K python train.py $OPTS',
+    "srun -K -o /dev/null --error=/lustre/%j.err python train.py",
+    "date | tee -a /tmp/date\nsrun -K python train.py",
     f"a=( 'x | y' z )\nf() {{ echo; }}\n((x = 1 | 2))\n{SRUN}",
 ]
 
@@ -261,6 +291,7 @@ def test_a_rule_finds_an_option(code: str, line: str) -> None:
         "#SBATCH --signal=TERM@300",
         "#SBATCH -p train",
         "#SBATCH --error=/lustre/err-%j.log",
+        "#SBATCH --error=/dev/null",
         "#SBATCH --export=ALL",
     ],
 )
@@ -321,6 +352,8 @@ def test_what_serves_or_watches_a_program_in_the_foreground_is_only_noted() -> N
 
 
 def test_options_of_srun_in_a_variable_from_elsewhere_are_not_known() -> None:
+    for script in ("srun --cpus-per-task 12 $EXTRA python train.py", "srun $COMMAND"):
+        assert body(script)["gang-outlives-rank"].severity is Severity.NOTE
     assert body("srun $ARGS python train.py")["gang-outlives-rank"].severity is Severity.NOTE
     assert body("ARGS=--label\nsrun $ARGS python train.py")["gang-outlives-rank"].severity is Severity.ERROR
 
@@ -340,6 +373,27 @@ def test_variables_of_the_job_one_sits_in_are_found_by_name() -> None:
     assert "inherited-environment" not in header("#SBATCH --export=NONE", environ=leaking)
 
 
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("sbatch next.sh", "sbatch --export=NONE next.sh"),
+        ("nice /usr/bin/sbatch -p x next.sh", "/usr/bin/sbatch --export=NONE -p x next.sh"),
+        ("env ${!SLURM_CPU_BIND@/#/-u } sbatch next.sh", "sbatch --export=NONE next.sh"),
+        ("salloc true", "env -u SLURM_CPU_BIND salloc true"),
+    ],
+)
+def test_the_fix_of_a_submission_inside_of_a_job_is_a_command_that_passes(line: str, fix: str) -> None:
+    assert body(f"{SRUN} || exit 1\n{line}")["submits-with-everything"].fix == fix
+    assert body(f"{SRUN} || exit 1\n{fix}") == {}
+
+
+def test_two_places_on_one_line_are_two_findings() -> None:
+    text = GOOD.format(body="srun -K python train.py --save /tmp/a --log-dir /tmp/b --load /tmp/a")
+    report = check(read_job("job.sbatch", text, Facts(file_system=file_system, submit_dir="/lustre")), RULES)
+    seen = [finding.saw.split()[1] for finding in report.findings if finding.code == "node-local"]
+    assert seen == ["/tmp/a", "/tmp/b"]
+
+
 def test_flight_recorder_variables_may_have_either_name_or_come_from_outside() -> None:
     old = "export TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_NCCL_DEBUG_INFO_TEMP_FILE=/lustre/fr_\n"
     new = "export TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_FR_DUMP_TEMP_FILE=/lustre/fr_\n"
@@ -350,6 +404,13 @@ def test_flight_recorder_variables_may_have_either_name_or_come_from_outside() -
     assert found(text.replace(old, ""), environ=dict(pair.split("=") for pair in new.split()[1:])) == {}
     assert found(GOOD.format(body=SRUN).replace(old, ""))["no-flight-recorder"].severity is Severity.NOTE
     assert found(GOOD.format(body="srun -K ./solver").replace(old, "")) == {}
+    inside = 'RUN="python -m torch.distributed.run"\nCMD="train.py"\nsrun -K bash -c "$RUN $CMD"'
+    assert "no-flight-recorder" in found(GOOD.format(body=inside).replace(old, ""))
+    assert found(GOOD.format(body='RUN="./solver -v"\nsrun -K bash -c "$RUN $CMD"').replace(old, "")) == {}
+    pairs = ",".join(old.split()[1:])
+    assert found(GOOD.format(body=f"srun -K --export=ALL,{pairs} torchrun train.py").replace(old, "")) == {}
+    assert found(text.replace(old, "").replace("--requeue", f"--requeue --export=ALL,{pairs}")) == {}
+    assert "no-flight-recorder" in found(GOOD.format(body="srun -K --export=ALL,A=1 torchrun t.py").replace(old, ""))
 
 
 def test_the_file_as_a_whole() -> None:
