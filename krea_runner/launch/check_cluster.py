@@ -8,6 +8,9 @@ from pathlib import PurePosixPath
 from krea_runner.config.durations import is_slurm_time
 from krea_runner.launch.check import Hit, Job, Severity
 from krea_runner.launch.check_exit import asked_signal
+from krea_runner.launch.check_shell import pipelines, program_of, srun_pairs
+from krea_runner.launch.shell import Command, Word
+from krea_runner.launch.shell_words import ASSIGNMENT
 from krea_runner.schedulers.slurm_facts import ClusterFacts
 
 # sbatch's own words; --signal may come up to this much early, and limits are checked in rounds (sbatch.1; 22.05.8).
@@ -132,7 +135,9 @@ def signal_too_late(job: Job) -> Iterator[Hit]:
             else "60 s is the least that Slurm counts in"
         )
         prefix = f"{target}:" if target else ""
-        yield Hit(job.options["signal"].line, saw=f"{lead} s; {why}", fix=f"--signal={prefix}{name}@{wanted + 60}")
+        value = f"{prefix}{name}@{wanted + 60}"
+        fix = f"#SBATCH --signal={value}" if job.ours is None else f'signal = "{value}"'
+        yield Hit(job.options["signal"].line, saw=f"{lead} s; {why}", fix=fix)
 
 
 def _span(seconds: float | None) -> str:
@@ -152,12 +157,15 @@ _SHARED = re.compile(
     r"nfs|lustre|gpfs|beegfs|ceph|wekafs|pvfs|orangefs|panfs|glusterfs|afs|cifs|smb|9p|virtiofs|fuse|mmfs|vast|daos"
 )
 _KEPT_NAME = re.compile(
-    r"(ckpt|checkpoint|save|resume|output_?dir|out_?dir|log_?dir|logging_dir|default_root_dir|run_dir)", re.IGNORECASE
+    r"(ckpt|checkpoint|save|resume|out(put)?[_-]?dir|log(ging)?[_-]?dir|default[_-]root[_-]dir|run[_-]dir)",
+    re.IGNORECASE,
 )
 
 
 def node_local(job: Job) -> Iterator[Hit]:
     for path, line, what in _places(job):
+        if re.match(r"/dev/(?!shm)", path):
+            continue  # /dev/null and the like hold nothing
         kind = job.facts.file_system(path) if path.startswith("/") else ""
         if _SHARED.search(kind):
             continue
@@ -171,7 +179,7 @@ def node_local(job: Job) -> Iterator[Hit]:
 
 
 def _places(job: Job) -> Iterator[tuple[str, int, str]]:
-    """(path, line, what it is), once a line: logs and checkpoints of this job."""
+    """(path, line, what it is), each once a line: logs and checkpoints of this job."""
     if job.ours is not None:
         shared = job.ours.directories if job.asks_slurm else ()
         yield from ((path, -line, what) for path, line, what in shared)
@@ -180,17 +188,55 @@ def _places(job: Job) -> Iterator[tuple[str, int, str]]:
     for name in ("output", "error"):
         if name in job.options or name == "output":
             yield str(here / (job.option(name) or "slurm-%j.out")), job.line_of(name, "chdir"), "the log"
-    seen: set[int] = set()
+    seen: set[tuple[str, int]] = set()
     for shell in job.shells:
+        logs = {
+            id(tee)
+            for each in pipelines(shell.sequence)
+            if any(map(shell.is_work, each.commands))
+            for tee in each.commands
+        }
         for command in shell.flat:
-            words = [*command.assignments, *command.words]
-            for word, following in zip_longest(words, words[1:]):
-                name, equals, value = word.value.partition("=")
-                if not equals and name.startswith("-") and following is not None:
-                    value = following.value
-                if _KEPT_NAME.search(name) and re.search(r"[/$]", value) and word.line not in seen:
-                    seen.add(word.line)
-                    yield value, word.line, name.lstrip("-")
+            of_log = _log_options(command) if id(command) in logs or shell.is_work(command) else ()
+            for path, line, what in (*_named_paths(command), *of_log):
+                if (path, line) not in seen:
+                    seen.add((path, line))
+                    yield path, line, what
+
+
+def _named_paths(command: Command) -> Iterator[tuple[str, int, str]]:
+    """What follows a name such as `--save` or `CKPT_DIR=`, in arrays and strings of options too."""
+    words = [each for word in (*command.assignments, *command.words) for each in _words_in(word)]
+    for (word, line), (following, _) in zip_longest(words, words[1:], fillvalue=("", 0)):
+        name, equals, value = word.partition("=")
+        if not equals and name.startswith("-"):
+            value = following
+        if _KEPT_NAME.search(name) and re.search(r"[/$]", value):
+            yield value, line, name.lstrip("-")
+
+
+def _words_in(word: Word) -> Iterator[tuple[str, int]]:
+    """Each with its line. Of `ARGS=(...)` and `ARGS="..."` those in it, where there are options among them."""
+    match = ASSIGNMENT.match(word.text)
+    inside = word.text[match.end() :] if match else ""
+    if not re.search(r"(^|[\s(\"'])--?\w", inside):
+        yield word.value, word.line
+        return
+    for line, row in enumerate(inside.split("\n"), word.line):
+        for each in re.sub(r"(^|\s)#.*|\\$", "", row).split():
+            yield re.sub(r"^[(\"']+|[)\"']+$", "", each), line
+
+
+def _log_options(command: Command) -> Iterator[tuple[str, int, str]]:
+    """Where srun or tee write."""
+    program = program_of(command)
+    name = program[0].value.rpartition("/")[2] if program else ""
+    if name == "tee":
+        yield from ((word.value, word.line, "the log") for word in program[1:] if not word.value.startswith("-"))
+    for option, value in srun_pairs(program)[0] if name == "srun" else ():
+        match = re.fullmatch(r"(?:--(?:output|error)=?|-[oe])(.*)", option.value)
+        if match and (path := match[1] or (value.value if value else "")):
+            yield path, option.line, "the log"
 
 
 def missing_log_folder(job: Job) -> Iterator[Hit]:

@@ -4,9 +4,19 @@ import re
 from collections.abc import Iterator
 
 from krea_runner.launch.check import SHELLS, Hit, Job, Severity, interpreter
-from krea_runner.launch.check_shell import Shell, is_launch, program_of, srun_options, texts
+from krea_runner.launch.check_exit import parse_action
+from krea_runner.launch.check_shell import (
+    Shell,
+    is_launch,
+    pipelines,
+    program_of,
+    srun_options,
+    srun_pairs,
+    texts,
+    variable_in,
+)
 from krea_runner.launch.sbatch_lines import header_end, option_pairs
-from krea_runner.launch.shell import Command, Word
+from krea_runner.launch.shell import Command, Word, commands
 
 # ------------------------------------------------------------------------------------------------- the file as a whole
 
@@ -128,8 +138,6 @@ def _given(job: Job, name: str) -> list[str]:
 
 
 def _piped_work(shell: Shell, tee: Command) -> bool:
-    from krea_runner.launch.check_shell import pipelines
-
     return any(tee in each.commands and any(map(shell.is_work, each.commands)) for each in pipelines(shell.sequence))
 
 
@@ -152,9 +160,11 @@ def requeue_not_asked(job: Job) -> Iterator[Hit]:
 def own_requeue(job: Job) -> Iterator[Hit]:
     for shell in job.shells:
         for command in shell.flat:
-            words = [word.value for word in command.words]
-            if words[:2] in (["scontrol", "requeue"], ["scontrol", "requeuehold"]):
-                yield Hit(command.line)
+            trap = command.kind == "simple" and len(command.words) > 2 and command.words[0].value == "trap"
+            for each in commands(parse_action(command.words[1].value)) if trap else [command]:
+                words = [word.value for word in program_of(each)]
+                if words[:2] in (["scontrol", "requeue"], ["scontrol", "requeuehold"]):
+                    yield Hit(command.line)
 
 
 # ----------------------------------------------------------------------------------------------------------------- srun
@@ -186,15 +196,13 @@ def gang_outlives_rank(job: Job) -> Iterator[Hit]:
 
 
 def _held_options(job: Job, srun: tuple[Word, ...]) -> str | None:
-    """What the script puts into the variables that stand among srun's options, as in `srun $ARGS ...`; None where one of
-    them is not given a value here."""
+    """What the script puts into the variables that stand among srun's options, as in `srun $ARGS ...`, or are all of its
+    command; None where one of them is not given a value here."""
+    pairs, command = srun_pairs(srun)
     held = []
-    for word in srun[1:]:
-        variable = re.fullmatch(r'"?\$\{?(\w+)(\[[@*]\])?\}?"?', word.text)
-        if variable is None and not word.value.startswith("-"):
-            break
-        if variable is not None:
-            given = _given(job, variable[1])
+    for word in (*(option for option, _ in pairs), *command[:1]):
+        if name := variable_in(word):
+            given = _given(job, name)
             if not given:
                 return None
             held += given
@@ -216,9 +224,10 @@ def _set_in_script(job: Job, name: str) -> str | None:
     for shell in job.shells:
         for command in shell.flat:
             for word in (*command.assignments, *command.words):
-                key, equals, given = word.value.partition("=")
-                if equals and key == name:
-                    value = "" if word.expands else given
+                for each in word.value.removeprefix("--export=").split(","):
+                    key, equals, given = each.partition("=")
+                    if equals and key == name:
+                        value = "" if word.expands else given
     return value
 
 
@@ -265,11 +274,18 @@ def _named(job: Job, *names: str) -> Iterator[Command]:
 
 
 def submits_with_everything(job: Job) -> Iterator[Hit]:
-    """sbatch inside the script."""
+    """sbatch inside the script. What `env` is given must be a name: `${!SLURM_@}` behind -u is not one."""
     for command in _named(job, *_SUBMIT):
-        words = " ".join(word.value for word in command.words)
-        if not re.search(r"--export=?\s*(NONE|NIL)|env (\S+ )*-(i|u)\b|env -u", words, re.IGNORECASE):
-            yield Hit(command.line, fix=re.sub(r"\bsbatch\b", "env ${!SLURM_CPU_BIND@/#/-u } sbatch", words)[:100])
+        words = [word.value for word in command.words]
+        program = [word.value for word in program_of(command)]
+        before = " ".join(words[: len(words) - len(program)]) + " "
+        cleaned = re.search(r"\benv .*?(?<= )(-i|-|--ignore-environment|(-u ?|--unset[= ])[A-Za-z_]\w*) ", before)
+        if cleaned or re.search(r" --export[= ](NONE|NIL)\b", " ".join(program), re.IGNORECASE):
+            continue
+        if program[0].rpartition("/")[2] == "sbatch":
+            yield Hit(command.line, fix=" ".join([program[0], "--export=NONE", *program[1:]])[:100])
+        else:
+            yield Hit(command.line, fix=" ".join(["env -u SLURM_CPU_BIND", *program])[:100])
 
 
 def export_none(job: Job) -> Iterator[Hit]:
@@ -328,14 +344,17 @@ def flight_recorder_off(job: Job) -> Iterator[Hit]:
 def _training(job: Job) -> Command | None:
     """The first command that starts a program in Python."""
     for shell in job.shells:
-        for command in shell.flat:
-            python = any(_PYTHON.match(word.value) for word in command.words)
-            if python and command.kind == "simple" and shell.is_work(command):
+        for command in filter(shell.is_work, shell.flat):
+            held = {name for word in command.words for name in re.findall(r"\$\{?(\w+)", word.value)}
+            given = [each.partition("=")[2].strip("( )") for name in held for each in _given(job, name)]
+            started = (*(word.value for word in command.words), *(part for each in given for part in each.split()))
+            python = any(_PYTHON.match(each) for each in started)
+            if python and command.kind == "simple":
                 return command
     return None
 
 
 def _is_set(job: Job, name: str) -> bool:
-    if _set_in_script(job, name) is not None:
+    if _set_in_script(job, name) is not None or f",{name}=" in "," + (job.option("export") or ""):
         return True
     return name in job.facts.environ and _exports(job) in {"", "ALL"}

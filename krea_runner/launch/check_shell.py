@@ -32,9 +32,9 @@ _LOOKERS = frozenset(
 )
 # Options of srun that take no value, or only one after `=` (srun.1).
 _SRUN_ALONE = frozenset(
-    "contiguous disable-status exact exclusive hold interactive kill-on-bad-exit label multi-prog no-allocate no-kill "
-    "overcommit overlap oversubscribe preserve-env pty quiet quit-on-interrupt reboot spread-job unbuffered use-min-nodes "
-    "verbose whole H I K O Q X Z E k l s u v W".split()
+    "bcast contiguous disable-status exact exclusive hold immediate interactive kill-on-bad-exit label multi-prog "
+    "no-allocate no-kill overcommit overlap oversubscribe preserve-env propagate pty quiet quit-on-interrupt "
+    "reboot resv-ports spread-job unbuffered use-min-nodes verbose whole H I K O Q X Z E k l s u v".split()
 )
 _SHELL_NAMES = frozenset({"sh", "bash", "dash", "ksh", "zsh"})
 
@@ -55,6 +55,8 @@ class Shell:
     """Where in `flat` a command is, by its `id`."""
     launches: bool = False
     """Has a launcher; otherwise any program that computes is work."""
+    functions: Mapping[str, Sequence] = field(default_factory=dict)
+    """What stands between the braces of each."""
     working_functions: frozenset[str] = frozenset()
     changes: tuple[tuple[int, str, bool], ...] = field(default=())
     """(index in `flat`, option, on) of each `set`."""
@@ -86,10 +88,18 @@ class Shell:
         name = program[0].value.rpartition("/")[2]
         if name in self.working_functions:
             return True
-        if self.launches:
-            return is_launch(program)
+        return is_launch(program) if self.launches else self.computes(command)
+
+    def computes(self, command: Command) -> bool:
+        """Starts a program that may be the work, with a launcher or without."""
+        program = program_of(command)
+        if not program or _only_looks(program):
+            return False
+        name = program[0].value.rpartition("/")[2]
         return bool(
-            re.fullmatch(r"python[\d.]*", name)
+            is_launch(program)
+            or name in self.working_functions
+            or re.fullmatch(r"python[\d.]*", name)
             or name in _PROGRAMS
             or re.search(r"\.(py|sh)$", name)
             or (name in _SHELL_NAMES and len(program) > 1)
@@ -150,12 +160,11 @@ def _shell(
         sequence, first, last, nested, errexit, pipefail, flat, place={id(command): at for at, command in enumerate(flat)},
         launches=any(is_launch(program_of(command)) for command in flat), changes=tuple(_set_changes(flat)),
     )  # fmt: skip
-    functions = frozenset(
-        each.words[0].value
-        for each in flat
-        if each.kind == "function" and any(shell._starts_work(part) for part in commands(each.bodies[0]))
-    )
-    return replace(shell, working_functions=functions)
+    bodies = {each.words[0].value: each.bodies[0] for each in flat if each.kind == "function"}
+    working = frozenset(name for name, body in bodies.items() if any(map(shell._starts_work, commands(body))))
+    inside = {name: body[0].pipelines[0].commands[0] for name, body in bodies.items()}
+    functions = {name: group.bodies[0] if group.kind in {"{", "("} else bodies[name] for name, group in inside.items()}
+    return replace(shell, working_functions=working, functions=functions)
 
 
 def _set_changes(flat: tuple[Command, ...]) -> Iterator[tuple[int, str, bool]]:
@@ -171,14 +180,21 @@ def _set_changes(flat: tuple[Command, ...]) -> Iterator[tuple[int, str, bool]]:
                     yield at, words[number + 1], word[0] == "-"
 
 
+def _is_for_env(words: list[Word]) -> bool:
+    """A variable for the program, or what may become options or variables."""
+    return "=" in words[0].value or (words[0].value.startswith("${!") and len(words) > 1)
+
+
 def program_of(command: Command) -> tuple[Word, ...]:
     """The words from the program on, without `env A=1`, `timeout 5m`, `exec` and the like before it; empty where it is
     no simple command."""
     words = list(command.words) if command.kind == "simple" else []
     while words and words[0].value.rpartition("/")[2] in _WRAPPERS:
         wrapper = words.pop(0).value
-        while words and (words[0].value.startswith("-") or (wrapper == "env" and "=" in words[0].value)):
+        while words and (words[0].value.startswith("-") or (wrapper == "env" and _is_for_env(words))):
             option = words.pop(0).value
+            if wrapper == "env" and option in {"-u", "--unset", "-C", "--chdir"} and len(words) > 1:
+                words.pop(0)
             if wrapper in {"nice", "ionice", "taskset"} and re.fullmatch(r"-\w", option) and len(words) > 1:
                 words.pop(0)
         if wrapper.endswith("timeout") and words:
@@ -186,30 +202,54 @@ def program_of(command: Command) -> tuple[Word, ...]:
     return tuple(words)
 
 
+_LOOKS = re.compile(r"(-V+|--version|-h|--help|-m (pip3?|venv|ensurepip|site)\b.*)", re.DOTALL)
+_TRIES = re.compile(r"\s*(import|from|print|assert|sys\.exit|exit|quit)\b[^;\n]*")
+
+
+def _only_looks(program: tuple[Word, ...]) -> bool:
+    """`python --version`, `python -m pip`, `python -c 'import x'`."""
+    arguments = [word.value for word in program[1:]]
+    if arguments[:1] == ["-c"] and len(arguments) > 1 and "python" in program[0].value:
+        return all(_TRIES.fullmatch(each) or not each.strip() for each in re.split(r"[;\n]", arguments[1]))
+    return _LOOKS.fullmatch(" ".join(arguments)) is not None
+
+
 def is_launch(program: tuple[Word, ...]) -> bool:
     """Starts ranks, and not just a look at the nodes."""
-    if not program or program[0].value.rpartition("/")[2] not in LAUNCHERS:
+    if not program or program[0].value.rpartition("/")[2] not in LAUNCHERS or _only_looks(program):
         return False
     if program[0].value.rpartition("/")[2] != "srun":
         return True
-    rest = after_srun_options(program)
+    rest = srun_pairs(program)[1]
     return not rest or rest[0].value.rpartition("/")[2] not in _LOOKERS
 
 
-def after_srun_options(program: tuple[Word, ...]) -> tuple[Word, ...]:
+_VARIABLE = re.compile(r'"?\$\{?(\w+)(\[[@*]\])?\}?"?')
+
+
+def srun_pairs(program: tuple[Word, ...]) -> tuple[list[tuple[Word, Word | None]], tuple[Word, ...]]:
+    """Options of srun with the words that are their values, and the command. A variable where an option may stand is a pair
+    without value, unless nothing follows it: then it is the command."""
+    pairs: list[tuple[Word, Word | None]] = []
     rest = list(program[1:])
-    while rest and rest[0].value.startswith("-"):
-        option = rest.pop(0).value
+    while rest and (rest[0].value.startswith("-") or (len(rest) > 1 and variable_in(rest[0]))):
+        word = rest.pop(0)
+        option = word.value
         name = option.lstrip("-")
         has_value = "=" in option or (not option.startswith("--") and len(name) > 1)
-        if not has_value and name not in _SRUN_ALONE and rest:
-            rest.pop(0)
-    return tuple(rest)
+        takes = option.startswith("-") and not has_value and name not in _SRUN_ALONE and rest
+        pairs.append((word, rest.pop(0) if takes else None))
+    return pairs, tuple(rest)
+
+
+def variable_in(word: Word) -> str:
+    """The name, where the word is one variable and nothing else."""
+    match = _VARIABLE.fullmatch(word.text)
+    return match[1] if match else ""
 
 
 def srun_options(program: tuple[Word, ...]) -> list[str]:
-    rest = after_srun_options(program)
-    return [word.value for word in program[1 : len(program) - len(rest)]]
+    return [word.value for pair in srun_pairs(program)[0] for word in pair if word is not None]
 
 
 def pipelines(sequence: Sequence) -> Iterator[Pipeline]:

@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 _REDIRECTS = frozenset({"&>>", "<<<", "<<-", "&>", "<<", ">>", "<&", ">&", "<>", ">|", "<", ">"})
+_FUNCTION = re.compile(r"[ \t]*\([ \t]*\)")
 _CLOSERS = frozenset({"then", "do", "done", "fi", "elif", "else", "esac", "}"})
 
 
@@ -182,7 +183,7 @@ class _Reader(WordReader):
                 assignments.append(word)
                 continue
             words.append(word)
-            if len(words) == 1 and not assignments and re.match(r"[ \t]*\([ \t]*\)", self.text[self.at :]):
+            if len(words) == 1 and not assignments and _FUNCTION.match(self.text, self.at):
                 self.at = self.text.index(")", self.at) + 1
                 return self._function_body(word, line)
         if not words and not assignments and not redirects:

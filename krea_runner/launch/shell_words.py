@@ -9,7 +9,8 @@ from krea_runner.errors import KreaRunnerError
 
 _BLANK = " \t"
 META = frozenset(" \t\n;&|()<>")
-_OPERATORS = (";;&", "&>>", "<<<", "<<-", ";;", ";&", "&&", "||", "|&", "&>", "<<", ">>", "<&", ">&", "<>", ">|")
+_OPERATOR = re.compile(r";;&|&>>|<<<|<<-|;;|;&|&&|\|\||\|&|&>|<<|>>|<&|>&|<>|>\||[;&|()<>]")
+_PLAIN = re.compile(r"[\w./=:,%-]+", re.ASCII)  # what stands for itself wherever it is in a word
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?\+?=")
 
 
@@ -94,11 +95,8 @@ class WordReader(ABC):
 
     def operator(self) -> str:
         """The operator that begins here, or nothing."""
-        for word in _OPERATORS:
-            if self.looking_at(word):
-                return word
-        char = self.text[self.at : self.at + 1]
-        return char if char and char in ";&|()<>" else ""
+        match = _OPERATOR.match(self.text, self.at)
+        return match[0] if match else ""
 
     def take(self, *wanted: str) -> str:
         self.blanks()
@@ -131,7 +129,10 @@ class WordReader(ABC):
         while self.at < len(self.text):
             char = self.text[self.at]
             begin = self.at
-            if char == "\\":
+            if plain := _PLAIN.match(self.text, begin):
+                self.at = plain.end()
+                value.append(plain[0])
+            elif char == "\\":
                 self.at = min(self.at + 2, len(self.text))
                 value.append("" if self.text[begin + 1 : self.at] == "\n" else self.text[begin + 1 : self.at])
             elif char == "'" or self.looking_at("$'"):

@@ -72,6 +72,7 @@ BODIES = {
         f"if true; then\n  {SRUN} | cat\nfi",
         "timeout 2h env A=1 srun -K -n 2 python train.py | cat",
         "python train.py | cat",
+        "python -c 'import train; train.main()' | cat",
         '"${LAUNCH[@]}" train.py | cat',
     ],
     "or-hides-exit": [
@@ -79,6 +80,11 @@ BODIES = {
         f"{SRUN} || :",
         f"{SRUN} || echo failed",
         f"{SRUN} || {{ echo no; sleep 5; }}",
+        f"{SRUN} || exit 0",
+        f"{SRUN} || {{ rc=$?; echo $rc; exit 0; }}",
+        f"launch() {{ {SRUN} || return 0; }}\nlaunch",
+        f"set -e\n{SRUN} && echo ok || echo failed",
+        f"[ -d /lustre ] && {SRUN} && date || echo failed",
     ],
     "end-hides-exit": [
         f"{SRUN}\necho done",
@@ -91,21 +97,49 @@ BODIES = {
         f"{SRUN} & pid=$!\nwait $pid\necho done",
         "srun -K bash -c 'python train.py; echo done'",
         f"(\n{SRUN}\necho done\n)",
+        f'{SRUN}\necho "exit code $?"',
+        f"{SRUN}\npython notify.py $?",
+        f"if {SRUN}; then echo ok; else echo bad; exit 0; fi",
+        f"if ! {SRUN}; then echo bad; exit 0; fi\nexit 1",
+        f"if {SRUN}; then exit 0; fi\necho failed",
+        f"run() {{\n{SRUN}\necho finished\n}}\nrun",
+        f"run() {{ {SRUN}; echo finished; }}\nrun & wait $!",
+        f"set -e\nrun() {{ {SRUN}; echo finished; }}\nrun || exit 1",
     ],
     "background-not-awaited": [f"{SRUN} &", f"nohup {SRUN} >> /lustre/log 2>&1 &\necho started", f"({SRUN}) &"],
     "bare-wait": [f"{SRUN} &\nwait", f"for i in 1 2; do {SRUN} & done\nwait"],
     "idle-end": [f"{SRUN}\nsleep infinity", f"{SRUN}\ntail -f /dev/null"],
     "exec-ends-script": [f"trap 'rm -f /lustre/x' EXIT\nexec {SRUN}", f"exec {SRUN}\nexit 1"],
-    "trap-ends-well": [f"trap 'echo bye; exit 0' TERM\n{SRUN}"],
+    "trap-ends-well": [
+        f"trap 'echo bye; exit 0' TERM\n{SRUN}",
+        f"bye() {{ echo bye; exit 0; }}\ntrap bye EXIT TERM\n{SRUN}",
+        f"end() {{ exit 0; }}\nbye() {{ end; }}\ntrap 'sleep 1; bye' TERM\n{SRUN}",
+    ],
     "trap-ignores-signal": [f"trap '' TERM\n{SRUN}"],
     "redirect-truncates": [
         f"{SRUN} > /lustre/log",
         f"set -o pipefail\n{SRUN} | tee /lustre/log",
         f"{SRUN} &> train.out",
     ],
-    "own-requeue": [f"{SRUN} || scontrol requeue $SLURM_JOB_ID"],
-    "gang-outlives-rank": ["srun python train.py", "srun -K0 python train.py", "srun --ntasks=4 python train.py"],
-    "submits-with-everything": [f"{SRUN} || exit 1\nsbatch next.sh"],
+    "own-requeue": [
+        f"{SRUN} || scontrol requeue $SLURM_JOB_ID",
+        f"trap 'echo bye; scontrol requeue $SLURM_JOB_ID' USR2\n{SRUN} & wait $!",
+        f"setup() {{ trap 'timeout 9 scontrol requeue $SLURM_JOB_ID' USR2; }}\nsetup\n{SRUN} & wait $!",
+    ],
+    "gang-outlives-rank": [
+        "srun python train.py",
+        "srun -K0 python train.py",
+        "srun --ntasks=4 python train.py",
+        "srun --jobid $SLURM_JOB_ID python train.py",
+        "srun -W 60 -n 4 python train.py",
+        'SRUN_ARGS=(--mpi=none)\nsrun -N 4 "${SRUN_ARGS[@]}" python train.py',
+    ],
+    "submits-with-everything": [
+        f"{SRUN} || exit 1\nsbatch next.sh",
+        f"{SRUN} || exit 1\nenv ${{!SLURM_CPU_BIND@/#/-u }} sbatch next.sh",
+        f"{SRUN} || exit 1\nenv A=1 nice sbatch -i next.sh",
+        f"{SRUN} || exit 1\nsalloc true",
+    ],
     "flight-recorder-off": [f"export TORCH_NCCL_DUMP_ON_TIMEOUT=0\n{SRUN}", f"TORCH_NCCL_TRACE_BUFFER_SIZE=0 {SRUN}"],
     "sbatch-after-command": [f"cd /lustre\n#SBATCH --time=5\n{SRUN}"],
     "node-local": [
@@ -113,6 +147,13 @@ BODIES = {
         "srun -K python train.py --output_dir=/dev/shm/out",
         f"CKPT_DIR=$TMPDIR/x {SRUN}",
         f"export CHECKPOINT_DIR=/ramdisk/x\n{SRUN}",
+        'ARGS=( --save /tmp/ckpt --seed 1 )\nsrun -K python train.py "${ARGS[@]}"',
+        'ARGS+=(\n  --seed 1  # why\n  "--save" "/tmp/ckpt"\n)\nsrun -K python train.py "${ARGS[@]}"',
+        'export OPTS=" --seed 1 \\\n --save /tmp/ckpt"\nsrun -K python train.py $OPTS',
+        "srun -K --output=/tmp/%j.log python train.py",
+        "srun -K -e /tmp/%j.log python train.py",
+        "set -o pipefail\nsrun -K python train.py | tee -a /tmp/train.log",
+        "srun -K python train.py --resume /lustre/x --log-dir $TMPDIR/tb",
     ],
     "unreadable-shell": [f"if {SRUN}; then", "echo 'never closed"],
 }
@@ -137,6 +178,25 @@ NEAR = [
     f"{SRUN} || exit $?\ndate",
     f"{SRUN} || die 'no'\ndate",
     f"{SRUN} || rc=$?\nexit ${{rc:-0}}",
+    f"{SRUN} || {{ rc=$?; echo $rc; }}\nexit ${{rc:-0}}",
+    f"{SRUN} && exit 0 || echo failed\nexit 1",
+    f"{SRUN} && exit 0\necho failed\nexit 1",
+    f"{SRUN}\nexit $?",
+    f"{SRUN}\n[ $? = 0 ] || exit 1\necho done",
+    f"{SRUN}\nfinish $?\nfinish() {{ exit $1; }}",
+    f"{SRUN}\ncode=$(( $? ))\necho done\n(( code == 0 ))",
+    f"if {SRUN}; then exit 0; fi\necho failed\nexit 1",
+    f"if ! {SRUN}; then failed=1; fi\necho done\nexit ${{failed:-0}}",
+    f"if {SRUN}; then exit 0; else exit 3; fi",
+    f"set -e\nrun() {{ {SRUN}; echo finished; }}\nrun",
+    f"run() {{ {SRUN}; echo finished; }}\nset -e\nrun",
+    f"run() {{ {SRUN}; local rc=$?; echo finished; return $rc; }}\nrun",
+    f"run() {{ {SRUN}; rc=$?; echo finished; }}\nrun\nexit $rc",
+    f"warm_up() {{ {SRUN}; echo finished; }}\nwarm_up\n{SRUN}",
+    f"bye() {{ rc=$?; if [ $rc = 0 ]; then exit 0; fi; exit $rc; }}\ntrap bye EXIT\n{SRUN}",
+    f"trap '[ $? = 0 ] && exit 0' EXIT\n{SRUN}",
+    "python --version 2>&1 | head -1\npython -c 'import torch; print(torch.__version__)' || echo no\npython train.py",
+    "python -m pip install x | tail -1\npython train.py",
     f"set -e\n{SRUN}\necho done",
     f"{SRUN}\nrc=$?\necho $rc\nexit $rc",
     f"set +e\n{SRUN}\nrc=$?\nset -e\n[ $rc = 0 ] || exit $rc",
@@ -154,6 +214,7 @@ NEAR = [
     f"exec {SRUN}",
     f"sleep infinity &\n{SRUN}",
     f"trap 'kill -TERM $pid' TERM\n{SRUN}",
+    f"trap 'scontrol show job $SLURM_JOB_ID; echo scontrol requeue' USR2\n{SRUN} & wait $!",
     f"finish() {{ trap '' TERM; exit $1; }}\n{SRUN}",
     f"{SRUN} > /lustre/log.$SLURM_RESTART_COUNT",
     f"{SRUN} > /dev/null",
@@ -165,9 +226,20 @@ NEAR = [
     "export SLURM_KILL_BAD_EXIT=1\nsrun python train.py",
     "ARGS=' --wait=60 --kill-on-bad-exit=1 '\nsrun $ARGS python train.py",
     'args=(--label -K)\nsrun "${args[@]}" python train.py',
+    'SRUN_ARGS=(--kill-on-bad-exit=1 --mpi=none)\nsrun -N 4 "${SRUN_ARGS[@]}" python train.py',
+    "LABEL=--label\nsrun $LABEL --immediate -W 60 -K python train.py",
+    "LABEL=--label\nsrun $LABEL -N 1 -n 1 python train.py",
+    "LABEL=--label\nsrun $LABEL hostname | sort\nsrun -K python train.py",
     f"{SRUN} || exit 1\nsbatch --export=NONE next.sh",
+    f"{SRUN} || exit 1\nsbatch --export NIL next.sh",
+    f"{SRUN} || exit 1\nenv -u SLURM_CPU_BIND sbatch next.sh",
+    f"{SRUN} || exit 1\nenv A=1 -i /usr/bin/sbatch next.sh",
     f"echo start\n##SBATCH --time=1\n{SRUN}",
     "srun -K python train.py --save /lustre/ckpt --seed 1",
+    'ARGS=( --save /lustre/ckpt --cache /tmp/x )\nsrun -K python train.py "${ARGS[@]}"',
+    'OPTS="--cache /tmp/x"\nsrun -K python train.py $OPTS',
+    "srun -K -o /dev/null --error=/lustre/%j.err python train.py",
+    "date | tee -a /tmp/date\nsrun -K python train.py",
     f"a=( 'x | y' z )\nf() {{ echo; }}\n((x = 1 | 2))\n{SRUN}",
 ]
 
@@ -219,6 +291,7 @@ def test_a_rule_finds_an_option(code: str, line: str) -> None:
         "#SBATCH --signal=TERM@300",
         "#SBATCH -p train",
         "#SBATCH --error=/lustre/err-%j.log",
+        "#SBATCH --error=/dev/null",
         "#SBATCH --export=ALL",
     ],
 )
@@ -232,14 +305,25 @@ def test_an_option_that_is_right_is_left_alone(line: str) -> None:
         ("signal-misses-trap", "USR1@120", f"{TRAP}\n{SRUN} & pid=$!\nwait $pid"),
         ("trap-waits", "B:USR1@120", f"{TRAP}\n{SRUN}"),
         (None, "B:USR1@120", f"{TRAP}\n{SRUN} & pid=$!\nwait $pid"),
+        (None, "USR1@120", f"trap '' USR1\n{SRUN}"),  # for the ranks, on purpose
         (None, "B:10@120", f"{TRAP}\n{SRUN} & pid=$!\nwait $pid"),
         (None, "B:USR1@120", f"exec {SRUN}"),
+        (None, "B:USR1@120", f"{TRAP}\nmain() {{ {SRUN} & pid=$!; wait $pid; }}\nmain"),
+        (None, "B:USR1@120", f"{TRAP}\n({SRUN}) & wait $!"),
+        ("trap-waits", "B:USR1@120", f"{TRAP}\nmain() {{ {SRUN}; }}\nmain"),
         (None, "B:USR1@120", f"setup() {{ {TRAP}; }}\nsetup\n{SRUN} & pid=$!\nwait $pid"),
     ],
 )
 def test_a_signal_and_its_trap(code: str | None, signal: str, script: str) -> None:
     text = GOOD.format(body=script).replace("#SBATCH --requeue", f"#SBATCH --signal={signal}\n#SBATCH --requeue")
     assert list(found(text)) == ([code] if code else [])
+
+
+def test_a_signal_for_the_ranks_alone_stops_no_submission(tmp_path: Path) -> None:
+    text = GOOD.format(body=f"{TRAP}\n{SRUN} & wait $!").replace("--requeue", "--requeue --signal=USR1@120")
+    assert found(text)["signal-misses-trap"].severity is Severity.WARNING
+    path = run_toml(tmp_path, '["true"]', 'signal = "USR2@90"\n')
+    assert {finding.code for finding in check_run(path).findings} <= CODES_OF_THIS_MACHINE
 
 
 def test_append_mode_missing_is_an_error_unless_the_cluster_appends() -> None:
@@ -258,7 +342,18 @@ def test_the_whole_gang_ends_where_the_cluster_sees_to_it() -> None:
     assert body("srun python train.py", cluster=cluster("KillOnBadExit=1")) == {}
 
 
+def test_what_serves_or_watches_a_program_in_the_foreground_is_only_noted() -> None:
+    ray = f"{SRUN} &\nsleep 10\npython drive.py"
+    for script in (ray, f"srun -K --overlap dcgmi dmon >> /lustre/log &\n{SRUN}"):
+        finding = body(script)["background-not-awaited"]
+        assert (finding.severity, finding.line, "line" in finding.saw) == (Severity.NOTE, 5, True)
+    for script in (f"{SRUN} &\nsleep 10\necho done", f"f() {{ python x.py; }}\n{SRUN} &"):
+        assert body(script)["background-not-awaited"].severity is Severity.ERROR
+
+
 def test_options_of_srun_in_a_variable_from_elsewhere_are_not_known() -> None:
+    for script in ("srun --cpus-per-task 12 $EXTRA python train.py", "srun $COMMAND"):
+        assert body(script)["gang-outlives-rank"].severity is Severity.NOTE
     assert body("srun $ARGS python train.py")["gang-outlives-rank"].severity is Severity.NOTE
     assert body("ARGS=--label\nsrun $ARGS python train.py")["gang-outlives-rank"].severity is Severity.ERROR
 
@@ -278,6 +373,27 @@ def test_variables_of_the_job_one_sits_in_are_found_by_name() -> None:
     assert "inherited-environment" not in header("#SBATCH --export=NONE", environ=leaking)
 
 
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("sbatch next.sh", "sbatch --export=NONE next.sh"),
+        ("nice /usr/bin/sbatch -p x next.sh", "/usr/bin/sbatch --export=NONE -p x next.sh"),
+        ("env ${!SLURM_CPU_BIND@/#/-u } sbatch next.sh", "sbatch --export=NONE next.sh"),
+        ("salloc true", "env -u SLURM_CPU_BIND salloc true"),
+    ],
+)
+def test_the_fix_of_a_submission_inside_of_a_job_is_a_command_that_passes(line: str, fix: str) -> None:
+    assert body(f"{SRUN} || exit 1\n{line}")["submits-with-everything"].fix == fix
+    assert body(f"{SRUN} || exit 1\n{fix}") == {}
+
+
+def test_two_places_on_one_line_are_two_findings() -> None:
+    text = GOOD.format(body="srun -K python train.py --save /tmp/a --log-dir /tmp/b --load /tmp/a")
+    report = check(read_job("job.sbatch", text, Facts(file_system=file_system, submit_dir="/lustre")), RULES)
+    seen = [finding.saw.split()[1] for finding in report.findings if finding.code == "node-local"]
+    assert seen == ["/tmp/a", "/tmp/b"]
+
+
 def test_flight_recorder_variables_may_have_either_name_or_come_from_outside() -> None:
     old = "export TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_NCCL_DEBUG_INFO_TEMP_FILE=/lustre/fr_\n"
     new = "export TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_FR_DUMP_TEMP_FILE=/lustre/fr_\n"
@@ -288,6 +404,13 @@ def test_flight_recorder_variables_may_have_either_name_or_come_from_outside() -
     assert found(text.replace(old, ""), environ=dict(pair.split("=") for pair in new.split()[1:])) == {}
     assert found(GOOD.format(body=SRUN).replace(old, ""))["no-flight-recorder"].severity is Severity.NOTE
     assert found(GOOD.format(body="srun -K ./solver").replace(old, "")) == {}
+    inside = 'RUN="python -m torch.distributed.run"\nCMD="train.py"\nsrun -K bash -c "$RUN $CMD"'
+    assert "no-flight-recorder" in found(GOOD.format(body=inside).replace(old, ""))
+    assert found(GOOD.format(body='RUN="./solver -v"\nsrun -K bash -c "$RUN $CMD"').replace(old, "")) == {}
+    pairs = ",".join(old.split()[1:])
+    assert found(GOOD.format(body=f"srun -K --export=ALL,{pairs} torchrun train.py").replace(old, "")) == {}
+    assert found(text.replace(old, "").replace("--requeue", f"--requeue --export=ALL,{pairs}")) == {}
+    assert "no-flight-recorder" in found(GOOD.format(body="srun -K --export=ALL,A=1 torchrun t.py").replace(old, ""))
 
 
 def test_the_file_as_a_whole() -> None:
@@ -451,6 +574,7 @@ def test_an_option_in_run_toml_is_named_by_its_line_there(tmp_path: Path) -> Non
     path = run_toml(tmp_path, '["true"]', 'signal = "USR1@10"\n')
     [finding] = [finding for finding in check_run(path).findings if finding.code == "signal-too-late"]
     assert (finding.where, finding.text) == (f"{path}:13", 'signal = "USR1@10"')
+    assert re.fullmatch(r'signal = "USR1@\d+"', finding.fix)
 
 
 # -------------------------------------------------------------------------------------------------------------- the table

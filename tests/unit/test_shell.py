@@ -1,6 +1,7 @@
 """The reader of shell scripts, held against bash: what bash reads, it reads; what it calls a pipe, bash runs as one."""
 
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,13 @@ def test_every_script_of_this_machine_that_bash_can_read_is_read() -> None:
 def test_a_script_nested_beyond_reason_is_an_error_not_a_crash() -> None:
     with pytest.raises(ShellSyntaxError):
         parse("(" * 100_000)
+
+
+def test_a_command_costs_no_more_for_what_stands_below_it() -> None:
+    def seconds(text: str) -> float:
+        start = time.process_time()
+        parse(text)
+        return time.process_time() - start
+
+    above, below = "a\n" * 2_000, f"echo '{'x' * 10_000_000}'"
+    assert seconds(above + below) < 5 * (seconds(above) + seconds(below))
