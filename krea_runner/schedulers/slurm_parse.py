@@ -76,8 +76,8 @@ def parse_sacct_starts(stdout: str) -> dict[str, list[JobRecord]]:
     """The starts of each job, oldest first, from `sacct -D -X -P -n` with SACCT_FIELDS and epoch times.
 
     sacct 22.05 has no restart count: with -D it prints one row a start, in order, so it is the number of rows before
-    (RESIZING rows, of a --no-kill job that lost a node, are not starts; nor is a second row of the same Submit, which every requeue
-    sets anew, and Start). Exit codes are cut to seven bits: 137 reads as
+    (RESIZING rows, of a --no-kill job that lost a node, are not starts; nor is a second row of the same Submit, which
+    every requeue sets anew, and Start). Exit codes are cut to seven bits: 137 reads as
     9:0 (22.05, 24.11; whole in 26.05). The row of an attempt that was requeued after its end reads REQUEUED, whatever it
     was before.
     Raises: SchedulerOutputError.
