@@ -4,6 +4,7 @@ record is compared with the table."""
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -519,7 +520,16 @@ def _(case: Case) -> None:
     shutil.rmtree(case.cluster.folder / "state")
     (case.cluster.folder / "state").mkdir()
     subprocess.run(["slurmctld", "-c"], check=True, stdin=subprocess.DEVNULL, capture_output=True)
-    until(lambda: set(run(["sinfo", "-h", "-N", "-o", "%T"], timeout_s=60).stdout.split()) == {"idle"}, "the nodes")
+    seen: list[str] = []
+
+    def all_idle() -> bool:
+        seen[:] = run(["sinfo", "-h", "-N", "-o", "%N %T"], timeout_s=60).stdout.splitlines()
+        out = [line.split()[0] for line in seen if re.search("drain|down", line)]
+        for node in out:  # a node whose step daemons were killed may be taken out
+            case.cluster.try_to("scontrol", "update", f"nodename={node}", "state=resume")
+        return bool(seen) and all(line.endswith(" idle") for line in seen)
+
+    until(all_idle, f"the nodes: {seen}")
     while True:  # another user's jobs, until one gets our id
         job_id = case.cluster.say("sbatch", "--parsable", "-o", "/dev/null", "-N1", "--wrap=sleep 300")
         if int(job_id) >= int(case.job_id):
