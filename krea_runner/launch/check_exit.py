@@ -74,18 +74,20 @@ def _hidden_end(
     sequence: Sequence,
     beyond: Sequence = (),
     call: Statement | None = None,
-    seen: frozenset[str] = frozenset(),
+    seen: set[str] | None = None,
 ) -> Iterator[Hit]:
     """The last statement that does the work, and whether what follows it still knows how it ended. `beyond` is what else
-    may use a variable of it; `call` is what has called the functions `seen`, whose innermost this is the body of."""
+    may use a variable of it; `call` is what calls the function that this is the body of, `seen` the functions judged."""
+    seen = set() if seen is None else seen
     waits = any(statement.background and _works(shell, statement) for statement in statements(shell.sequence))
     places = [
         at for at, statement in enumerate(sequence)
         if not statement.background and (_works(shell, statement) or (waits and _waits_for_one(statement)))
     ]  # fmt: skip
     for statement in (*(each for each in sequence if each.background), *(sequence[at] for at in places[-1:])):
-        for name in _functions_called(shell, statement) - seen:
-            yield from _hidden_end(shell, shell.functions[name], shell.sequence, statement, seen | {name})
+        for name in sorted(_functions_called(shell, statement) - seen):
+            seen.add(name)
+            yield from _hidden_end(shell, shell.functions[name], shell.sequence, statement, seen)
     if not places:
         return
     work, rest = sequence[places[-1]], sequence[places[-1] + 1 :]
@@ -224,17 +226,20 @@ def _is_work(shell: Shell, pipeline: Pipeline) -> bool:
 
 
 def background_without_wait(job: Job) -> Iterator[Hit]:
+    foreground = {id(shell): _programs_in_foreground(shell) for shell in job.shells}
     for shell, statement in _in_background(job):
         if _waits_after(shell, statement):
             continue
-        after = {id(each) for each in shell.after(statement.pipelines[-1].commands[-1])}
-        foreground = [
-            each
-            for each in _foreground(shell.sequence)
-            if any(id(p) in after and shell.computes(p) for p in _parts(each))
-        ]
-        saw = f"ended with line {foreground[0].line}: right for what serves or watches that" if foreground else ""
-        yield Hit(statement.line, saw=saw, severity=Severity.NOTE if foreground else None)
+        last = shell.place[id(statement.pipelines[-1].commands[-1])]
+        line = next((line for at, line in foreground[id(shell)] if at > last), 0)
+        saw = f"ended with line {line}: right for what serves or watches that" if line else ""
+        yield Hit(statement.line, saw=saw, severity=Severity.NOTE if line else None)
+
+
+def _programs_in_foreground(shell: Shell) -> list[tuple[int, int]]:
+    """Place and line of each that computes."""
+    found = [each for statement in _foreground(shell.sequence) for p in statement.pipelines for each in p.commands]
+    return [(shell.place[id(each)], each.line) for each in found if each.kind == "simple" and shell.computes(each)]
 
 
 def _foreground(sequence: Sequence) -> Iterator[Statement]:
@@ -339,8 +344,9 @@ def parse_action(action: str) -> Sequence:
         return ()
 
 
-def _surely_run(shell: Shell, sequence: Sequence, seen: frozenset[str] = frozenset()) -> Iterator[Command]:
-    """Simple commands in order that hang on no condition, those in functions that are called too."""
+def _surely_run(shell: Shell, sequence: Sequence, seen: set[str] | None = None) -> Iterator[Command]:
+    """Simple commands in order that hang on no condition, those in functions that are called too, once each."""
+    seen = set() if seen is None else seen
     for statement in sequence:
         command = statement.pipelines[0].commands[0]
         if statement.background or len(statement.pipelines[0].commands) > 1:
@@ -349,7 +355,8 @@ def _surely_run(shell: Shell, sequence: Sequence, seen: frozenset[str] = frozens
             yield from _surely_run(shell, command.bodies[0], seen)
         name = command.words[0].value if command.kind == "simple" and command.words else ""
         if name in shell.functions and name not in seen:
-            yield from _surely_run(shell, shell.functions[name], seen | {name})
+            seen.add(name)
+            yield from _surely_run(shell, shell.functions[name], seen)
         elif name:
             yield command
 
@@ -393,17 +400,17 @@ def trap_waits_for_foreground(job: Job) -> Iterator[Hit]:
                 return
 
 
-def _holds_shell(shell: Shell, statement: Statement, seen: frozenset[str] = frozenset()) -> bool:
-    """Work in the foreground; a function may put all of it into the background."""
+def _holds_shell(shell: Shell, statement: Statement, seen: set[str] | None = None) -> bool:
+    """Work in the foreground; a function may put all of it into the background. Those `seen` do."""
     if not _works(shell, statement):
         return False
+    seen = set() if seen is None else seen
     called = _functions_called(shell, statement)
-    return not called or any(
-        part.kind == "simple" and _holds_shell(shell, each, seen | called)
-        for name in called - seen
-        for each in _foreground(shell.functions[name])
-        for part in each.pipelines[-1].commands[-1:]
-    )
+    fresh = called - seen
+    seen |= called
+    inside = [each for name in fresh for each in _foreground(shell.functions[name])]
+    simple = [each for each in inside if each.pipelines[-1].commands[-1].kind == "simple"]
+    return not called or any(_holds_shell(shell, each, seen) for each in simple)
 
 
 def exec_skips_trap(job: Job) -> Iterator[Hit]:

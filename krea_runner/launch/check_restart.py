@@ -174,6 +174,7 @@ def gang_outlives_rank(job: Job) -> Iterator[Hit]:
     cluster = job.facts.cluster
     if cluster and cluster.config.get("KillOnBadExit") == "1":
         return
+    exported = _set_in_script(job, "SLURM_KILL_BAD_EXIT")
     for shell in job.shells:
         for command in shell.flat:
             program = program_of(command)
@@ -185,7 +186,6 @@ def gang_outlives_rank(job: Job) -> Iterator[Hit]:
             kills = [
                 re.sub(r"^(-K|--kill-on-bad-exit)=?", "", each) for each in options if re.match(r"-K|--kill-on", each)
             ]
-            exported = _set_in_script(job, "SLURM_KILL_BAD_EXIT")
             if (kills and kills[-1] != "0") or (not kills and exported not in {None, "0"}) or _is_single(job, options):
                 continue
             yield Hit(

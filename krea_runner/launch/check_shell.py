@@ -161,10 +161,17 @@ def _shell(
         launches=any(is_launch(program_of(command)) for command in flat), changes=tuple(_set_changes(flat)),
     )  # fmt: skip
     bodies = {each.words[0].value: each.bodies[0] for each in flat if each.kind == "function"}
-    working = frozenset(name for name, body in bodies.items() if any(map(shell._starts_work, commands(body))))
+    calls = {
+        name: {program[0].value for program in map(program_of, commands(body)) if program}
+        for name, body in bodies.items()
+    }
+    working = found = {name for name, body in bodies.items() if any(map(shell._starts_work, commands(body)))}
+    while found:
+        found = {name for name, called in calls.items() if called & found} - working
+        working = working | found
     inside = {name: body[0].pipelines[0].commands[0] for name, body in bodies.items()}
     functions = {name: group.bodies[0] if group.kind in {"{", "("} else bodies[name] for name, group in inside.items()}
-    return replace(shell, working_functions=working, functions=functions)
+    return replace(shell, working_functions=frozenset(working), functions=functions)
 
 
 def _set_changes(flat: tuple[Command, ...]) -> Iterator[tuple[int, str, bool]]:

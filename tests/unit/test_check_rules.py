@@ -104,6 +104,7 @@ BODIES = {
         f"if {SRUN}; then exit 0; fi\necho failed",
         f"run() {{\n{SRUN}\necho finished\n}}\nrun",
         f"run() {{ {SRUN}; echo finished; }}\nrun & wait $!",
+        f"launch() {{ {SRUN}; }}\nmain() {{ launch; echo finished; }}\nmain",
         f"set -e\nrun() {{ {SRUN}; echo finished; }}\nrun || exit 1",
     ],
     "background-not-awaited": [f"{SRUN} &", f"nohup {SRUN} >> /lustre/log 2>&1 &\necho started", f"({SRUN}) &"],
@@ -192,6 +193,8 @@ NEAR = [
     f"run() {{ {SRUN}; echo finished; }}\nset -e\nrun",
     f"run() {{ {SRUN}; local rc=$?; echo finished; return $rc; }}\nrun",
     f"run() {{ {SRUN}; rc=$?; echo finished; }}\nrun\nexit $rc",
+    f"again() {{ {SRUN}; again; }}\nagain",
+    f"launch() {{ {SRUN}; }}\nmain() {{ date; launch; }}\nmain",
     f"warm_up() {{ {SRUN}; echo finished; }}\nwarm_up\n{SRUN}",
     f"bye() {{ rc=$?; if [ $rc = 0 ]; then exit 0; fi; exit $rc; }}\ntrap bye EXIT\n{SRUN}",
     f"trap '[ $? = 0 ] && exit 0' EXIT\n{SRUN}",
@@ -347,7 +350,7 @@ def test_what_serves_or_watches_a_program_in_the_foreground_is_only_noted() -> N
     for script in (ray, f"srun -K --overlap dcgmi dmon >> /lustre/log &\n{SRUN}"):
         finding = body(script)["background-not-awaited"]
         assert (finding.severity, finding.line, "line" in finding.saw) == (Severity.NOTE, 5, True)
-    for script in (f"{SRUN} &\nsleep 10\necho done", f"f() {{ python x.py; }}\n{SRUN} &"):
+    for script in (f"{SRUN} &\nsleep 10\necho done", f"{SRUN} &\nf() {{ python x.py; }}"):
         assert body(script)["background-not-awaited"].severity is Severity.ERROR
 
 
