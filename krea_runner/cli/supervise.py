@@ -70,21 +70,25 @@ class _Printer:
     def emit(self, report: "TickReport") -> None:
         if report.error is not None:
             self._say_once(f"could not see: {report.error}" + (f" ({report.error.hint})" if report.error.hint else ""))
+        blind: dict[str, list[str]] = {}
         for line in report.lines:
             text = f"{line.run.name}: {line.text}"
             if line.news:
                 self._print(text)
-            elif line.blind:
-                self._say_once(text)
+            elif line.blind:  # a controller that is away is away for all runs
+                blind.setdefault(line.text, []).append(line.run.name)
             elif self.verbose and self.last.get(line.run.name) != line.text:
                 self._print(text)
             self.last[line.run.name] = line.text
+        for text, names in blind.items():
+            more = f" (and {len(names) - 1} more runs)" if len(names) > 1 else ""
+            self._say_once(f"{names[0]}: {text}", more)
         if not report.blind:
             self.already_said.clear()
 
-    def _say_once(self, text: str) -> None:
+    def _say_once(self, text: str, more: str = "") -> None:
         if text not in self.already_said or self.verbose:
-            self._print(text)
+            self._print(text + more)
             self.already_said.add(text)
 
     def _print(self, text: str) -> None:

@@ -418,3 +418,20 @@ def test_what_may_hold_keys_is_the_users_alone_to_read(tmp_path: Path, clock: Fa
     submit(config, b"", history=history, scheduler=Says(), user="alice", clock=clock)
     kept = [history.path, config.run_dir / "run.toml", config.run_dir / "job.sbatch"]
     assert [path.stat().st_mode & 0o077 for path in kept] == [0, 0, 0]
+
+
+def test_a_controller_that_is_away_is_one_line_for_all_runs_and_not_said_again_by_the_next_cron_line(
+    desk: Desk, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from krea_runner.cli.supervise import _Printer
+
+    for number in range(3):
+        another_run(desk, tmp_path, f"more-{number}", f"1{number}")
+    desk.says.error = SchedulerUnavailable("no answer in 20 s")
+    report = desk.tick()
+    _Printer(verbose=False, already_said=set()).emit(report)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 1
+    assert "llm: could not see: no answer in 20 s (and 3 more runs)" in said[0]
+    _Printer(verbose=False, already_said={report.blind}).emit(desk.tick())
+    assert capsys.readouterr().out == ""
