@@ -17,6 +17,8 @@
 Only `cli/` prints errors and picks exit codes.
 """
 
+import os
+import traceback
 from collections.abc import Sequence
 
 
@@ -104,3 +106,11 @@ class HistoryUnavailable(HistoryError):
 
 class SchemaTooNew(HistoryError):
     exit_code = 78
+
+
+def fault_line(error: Exception) -> str:
+    """What to say of an error that stops one run and must not stop the others; of one that is not ours, also where it arose."""
+    if isinstance(error, KreaRunnerError):
+        return str(error)
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"a fault of krea-runner itself: {type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})"

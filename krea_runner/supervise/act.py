@@ -16,13 +16,19 @@ from typing import Any
 
 from krea_runner.clock import Clock
 from krea_runner.diagnose.end import end_of, is_held_by_slurm
-from krea_runner.errors import FilesUnavailable, JobNotFound, RequeueDisabled, SchedulerError
+from krea_runner.errors import (
+    HistoryError,
+    JobNotFound,
+    RequeueDisabled,
+    SchedulerError,
+    SchedulerUnavailable,
+    fault_line,
+)
 from krea_runner.history.store import History, Lease, LeaseLost
 from krea_runner.model import Action, ActionKind, ActionStage, Attempt, AttemptKey, JobRecord, JobState, Run, RunState
 from krea_runner.observe.snapshot import observe
 from krea_runner.rundir import RunDir
 from krea_runner.schedulers import Scheduler
-from krea_runner.schedulers.nodelist import NodelistError
 from krea_runner.supervise.exclude import start_elsewhere, submit_elsewhere
 from krea_runner.transport.mirror import mirrored
 
@@ -105,10 +111,10 @@ def carry_out(work: list[Work], history: History, clock: Clock, *, deadline: flo
                 _STEPS[item.action.kind](item, history, clock)
             except LeaseLost as error:
                 item.parked, item.trouble = True, str(error)
-            except (SchedulerError, FilesUnavailable, NodelistError, OSError) as error:
-                if isinstance(error, SchedulerError) and error.transient:
-                    raise
-                item.parked, item.trouble = True, f"{type(error).__name__}: {error}"
+            except (HistoryError, SchedulerUnavailable):
+                raise
+            except Exception as error:  # noqa: BLE001
+                item.parked, item.trouble = True, fault_line(error)
         if clock.mono() >= deadline:
             return
         due = (item.lift_at - clock.wall() for item in left if item.lift_at is not None)

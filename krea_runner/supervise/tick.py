@@ -1,16 +1,22 @@
 """One pass of the supervisor over all runs of a user: observe → diagnose → decide → act, and one sentence a run."""
 
 import socket
-import traceback
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 from krea_runner.clock import Clock
 from krea_runner.decide.decision import RESTARTS, Case, decide
 from krea_runner.diagnose.end import diagnose_end, end_of, exit_codes, is_held_by_slurm
 from krea_runner.diagnose.hang import judge_hang
-from krea_runner.errors import ConfigError, FilesUnavailable, HistoryUnavailable, KreaRunnerError, SchedulerError
+from krea_runner.errors import (
+    ConfigError,
+    FilesUnavailable,
+    HistoryUnavailable,
+    KreaRunnerError,
+    SchedulerError,
+    fault_line,
+)
 from krea_runner.history.store import History, Lease, LeaseLost
 from krea_runner.history.ticks import TickRecord, record_tick
 from krea_runner.model import (
@@ -99,7 +105,8 @@ def _tick_group(supervisor: Supervisor, endpoint: str, runs: list[Run], report: 
                 if run.run_id in under_way:
                     report.lines.append(RunLine(run, "an action is under way"))
                 else:
-                    report.lines.append(_look_at(supervisor, scheduler, run, jobs, leases[run.run_id], report))
+                    look_at_it = partial(_tick_run, supervisor, scheduler, run, jobs, leases[run.run_id], report)
+                    report.lines.append(_look_at(run, look_at_it))
         if not supervisor.dry_run:
             _save_quiet(history, report, leases)
             intended = history.open_actions(leases)
@@ -120,17 +127,10 @@ def _tick_group(supervisor: Supervisor, endpoint: str, runs: list[Run], report: 
             history.drop_leases(leases.values())
 
 
-def _look_at(
-    supervisor: Supervisor,
-    scheduler: Scheduler,
-    run: Run,
-    jobs: Mapping[str, JobRecord],
-    lease: Lease,
-    report: TickReport,
-) -> RunLine:
+def _look_at(run: Run, look: Callable[[], RunLine]) -> RunLine:
     """What is wrong with one run, or with our own eyes for it, keeps nobody from looking at the others."""
     try:
-        return _tick_run(supervisor, scheduler, run, jobs, lease, report)
+        return look()
     except LeaseLost as error:
         return RunLine(run, str(error))
     except HistoryUnavailable:
@@ -138,9 +138,7 @@ def _look_at(
     except KreaRunnerError as error:
         return RunLine(run, _unseen(error), blind=True)
     except Exception as error:  # noqa: BLE001
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        fault = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
-        return RunLine(run, f"could not see, a fault of krea-runner itself: {fault}", blind=True)
+        return RunLine(run, f"could not see, {fault_line(error)}", blind=True)
 
 
 def _unseen(error: KreaRunnerError) -> str:

@@ -86,6 +86,21 @@ def test_a_command_that_is_refused_for_one_run_holds_up_no_other(desk: Desk, tmp
     assert desk.history.open_action(desk.run_id) is None
 
 
+def test_our_own_fault_in_one_action_holds_up_no_other(desk: Desk, tmp_path: Path) -> None:
+    other = another_run(desk, tmp_path, "second", "9")
+    desk.says = says = Many(FAILED, dataclasses.replace(FAILED, job_id="9"))
+    requeue = says.requeue
+
+    def faulty(job_id: str) -> None:
+        if job_id == "7":
+            raise KeyError("nobody thought of this")
+        requeue(job_id)
+
+    says.requeue = faulty
+    assert "a fault of krea-runner itself: KeyError" in texts(desk.tick())
+    assert desk.history.actions(other)[0].stage == "DONE"
+
+
 def test_a_stop_of_one_run_in_mid_tick_is_said_of_that_run_and_the_others_go_on(
     desk: Desk,
     tmp_path: Path,
