@@ -1,4 +1,4 @@
-"""Rows of the history's tables → records of model.py."""
+"""Rows of the history's tables → records of model/."""
 
 import json
 from typing import Any

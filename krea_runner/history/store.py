@@ -1,4 +1,4 @@
-"""What the program remembers, as records of model.py in and out. Every write is one transaction.
+"""What the program remembers, as records of model/ in and out. Every write is one transaction.
 
 A quiet tick, `status` and `history` all come through here; nothing else speaks SQL.
 """
