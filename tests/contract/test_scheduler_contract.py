@@ -15,6 +15,7 @@ import pytest
 
 from krea_runner.errors import JobNotFound, SchedulerError
 from krea_runner.model import JobRecord, JobState
+from krea_runner.proc import packed
 from krea_runner.schedulers import Scheduler, open_scheduler
 from krea_runner.schedulers.local import LocalScheduler
 from krea_runner.schedulers.nodelist import expand
@@ -221,6 +222,18 @@ def test_an_ended_job_can_be_requeued_so_callers_must_know_better(bench: Bench, 
     bench.scheduler.requeue(job_id)
     bench.start_again(job_id)
     assert bench.wait(job_id, JobState.RUNNING).restart_count == 1
+
+
+def test_a_job_gets_the_environment_that_is_kept_beside_its_script(
+    bench: Bench, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "ssh" in request.node.callspec.id:
+        pytest.skip("over SSH it is the login node's own")
+    (bench.folder / "submit.env").write_bytes(packed({**os.environ, "MINE": "a\nb", "SLURM_NTASKS": "9"}))
+    monkeypatch.setenv("MINE", "of another shell")
+    monkeypatch.setenv("CRONS_OWN", "1")
+    job_id = bench.submit('echo "<$MINE|${CRONS_OWN-none}>"', nodes=1, tasks=1)
+    bench.wait_for_output(job_id, "<a\nb|none>")
 
 
 def test_a_pending_job_is_not_requeued(bench: Bench) -> None:
