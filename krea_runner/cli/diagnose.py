@@ -2,15 +2,14 @@
 
 import json
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     from krea_runner.diagnose.layout import Layout
-    from krea_runner.diagnose.verdict import Evidence, Verdict
+    from krea_runner.diagnose.verdict import Verdict
 
 
 def diagnose(
@@ -44,10 +43,11 @@ def diagnose(
     Example: krea-runner diagnose slurm-4711.out
     """
     from krea_runner.cli.diagnose_run import logs_of_run
+    from krea_runner.diagnose.document import document
     from krea_runner.diagnose.logs import diagnose as find_cause
-    from krea_runner.diagnose.signatures import load_catalog
+    from krea_runner.diagnose.site import load_site_catalog
 
-    catalog, layout = load_catalog(tuple(table or ())), _layout(job) if job_id is None else _asked(job_id)
+    catalog, layout = load_site_catalog(table or ()), _layout(job) if job_id is None else _asked(job_id)
     with logs_of_run(logs) as (here, there, names):
         kernel_logs = dict(_node_file(item) for item in dmesg or [])
         verdict = find_cause(names, layout=layout, dmesg=kernel_logs, catalog=catalog)
@@ -117,45 +117,10 @@ def _node_file(item: str) -> tuple[str, str]:
     return node, name
 
 
-def document(verdict: "Verdict") -> dict[str, Any]:
-    suspects = verdict.suspects
-    return {
-        "schema_version": 1,
-        "cause": verdict.cause,
-        "policy": verdict.policy,
-        "retryable": verdict.retryable,
-        "title": verdict.title,
-        "advice": verdict.advice,
-        "symptom": verdict.symptom,
-        "confidence": verdict.confidence,
-        "why": verdict.why,
-        "suspects": {
-            "nodes": list(suspects.nodes),
-            "ranks": list(suspects.ranks),
-            "gpus": list(suspects.gpus),
-            "reasons": [{"kind": s.kind, "name": s.name, "reason": s.reason} for s in suspects.reasons],
-        },
-        "first_evidence": None if verdict.first_evidence is None else _evidence(verdict.first_evidence),
-        "evidence": [_evidence(item) for item in verdict.evidence],
-        "fallout": [_evidence(item) for item in verdict.fallout],
-        "problems": list(verdict.problems),
-    }
-
-
-def _evidence(item: "Evidence") -> dict[str, Any]:
-    return {
-        "file": item.file, "line": item.line, "text": item.text, "signature": item.signature,
-        "time": None if item.at is None else _clock(item.at), "rank": item.rank, "node": item.node or None,
-        "gpu": item.gpu or None, "count": item.count,
-    }  # fmt: skip
-
-
-def _clock(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-
-
 def lines(verdict: "Verdict") -> list[str]:
     """At most twelve. Everything that comes from a log is escaped."""
+    from krea_runner.diagnose.document import log_time
+
     shown = [f"{verdict.title}  [{verdict.cause}]"]
     first = verdict.first_evidence
     if first is not None:
@@ -163,7 +128,7 @@ def lines(verdict: "Verdict") -> list[str]:
             f"rank {first.rank}" if first.rank is not None else "",
             first.node,
             first.gpu,
-            _clock(first.at) if first.at else "",
+            log_time(first.at) if first.at else "",
         ]
         shown.append(
             f"first    {safe(first.file)}:{first.line}  {safe('  '.join(part for part in where if part))}".rstrip()
@@ -212,15 +177,16 @@ def signatures_test(
 
     Example: krea-runner signatures test slurm-4711.out
     """
+    from krea_runner.diagnose.document import evidence_document
     from krea_runner.diagnose.gather import read_log
     from krea_runner.diagnose.layout import Layout
     from krea_runner.diagnose.logs import evidence
     from krea_runner.diagnose.reading import expand
-    from krea_runner.diagnose.signatures import load_catalog
+    from krea_runner.diagnose.site import load_site_catalog
 
-    catalog, layout = load_catalog(tuple(table or ())), Layout()
+    catalog, layout = load_site_catalog(table or ()), Layout()
     read = [read_log(name, number, catalog, layout) for number, name in enumerate(expand(logs))]
-    found = [(event, _evidence(evidence(event, read, layout))) for log in read for event in log.events]
+    found = [(event, evidence_document(evidence(event, read, layout))) for log in read for event in log.events]
     if as_json:
         rows = [{**row, "role": event.role, "cause": event.signature.cause} for event, row in found]
         sys.stdout.write(json.dumps({"schema_version": 1, "matches": rows}, indent=2) + "\n")

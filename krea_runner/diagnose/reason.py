@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from krea_runner.diagnose.gather import Event, Log
 from krea_runner.diagnose.kernel import KernelFact, facts
 from krea_runner.diagnose.layout import Layout
-from krea_runner.diagnose.signatures import Catalog
 from krea_runner.diagnose.timeouts import Blame, analyse
 
 FAILING = ("root", "exception", "signal", "fabric", "network", "stuck", "timeout", "exit", "scheduler")
@@ -52,7 +51,8 @@ class Story:
     why: str = ""
 
 
-def tell(logs: list[Log], layout: Layout, catalog: Catalog) -> Story:
+def tell(logs: list[Log], layout: Layout, since: float | None = None) -> Story:
+    """`since`: when the attempt began, where that is known better than from the first time in its logs."""
     events = sorted(
         (event for log in logs if not log.kernel for event in this_attempt(log)), key=lambda event: event.order
     )
@@ -71,7 +71,7 @@ def tell(logs: list[Log], layout: Layout, catalog: Catalog) -> Story:
         event.role in {"network", "fallout"} for event in open_events
     ):
         return _no_failure(events, layout)
-    kernel = facts(logs, layout, catalog, _started_at(logs))
+    kernel = facts(logs, layout, since if since is not None else _started_at(logs))
     story = _choose(open_events, events, kernel, table, layout)
     story.table, story.kernel = table, kernel
     story.fallout = [event for event in events if event.role != "context" and event not in story.events]

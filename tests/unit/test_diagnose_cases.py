@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from krea_runner.cli.diagnose import document, lines
+from krea_runner.cli.diagnose import lines
+from krea_runner.diagnose.document import document
 from krea_runner.diagnose.layout import from_job
 from krea_runner.diagnose.logs import diagnose
 from tests.cases.stories import STORIES, Story, write

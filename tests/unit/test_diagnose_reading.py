@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from krea_runner.cli.diagnose import document, lines
+from krea_runner.cli.diagnose import lines
+from krea_runner.diagnose.document import document
 from krea_runner.diagnose.layout import Layout, bus_key
 from krea_runner.diagnose.lines import read_line
 from krea_runner.diagnose.logs import diagnose
