@@ -154,10 +154,11 @@ def _choose(
     word = _kernel_word(kernel, strong, faults, by_role)
     if word is not None:
         return word
-    if faults:
-        return _fault_story(faults, everything)
     deaths = [event for event in by_role.get("signal", []) if _is_death(event, cut)]
-    hard = [event for event in deaths if not _is_abort(event)]
+    lost = _lost_peer(deaths, faults, by_role)
+    if faults and not lost:
+        return _fault_story(faults, everything)
+    hard = lost or [event for event in deaths if not _is_abort(event)]
     if hard:
         return _signal_story(hard)
     for role, why in (
@@ -305,6 +306,17 @@ def _fault_story(faults: list[Event], everything: list[Event]) -> Story:
         doubt = [e for e in everything if e.signature.name == "megatron-unexpected" and e.order <= first.order]
         first, same = (doubt or [first])[0], [*doubt, *same]
     return Story(cause, first, same, why="the message names the fault, and nothing failed before it")
+
+
+def _lost_peer(deaths: list[Event], faults: list[Event], by_role: dict[str, list[Event]]) -> list[Event]:
+    """One rank died of a signal without a word, before srun had ended any other; then several others raised what nobody knows:
+    what their own code says of a peer that is gone."""
+    raising: set[int] = set().union(*(event.all_ranks for event in faults))
+    dead: set[int] = set().union(*(event.all_ranks for event in deaths))
+    if len(dead) != 1 or len(raising) < 2 or dead & raising or any(event.role != "exception" for event in faults):
+        return []
+    exits = [event for event in by_role.get("exit", []) if event.log == deaths[0].log]
+    return deaths[:1] if all(event.line > deaths[0].line for event in exits) else []
 
 
 def _is_death(event: Event, cut: tuple[float, int, int]) -> bool:
