@@ -24,7 +24,9 @@ def diagnose(
         list[str] | None, typer.Option("--dmesg", metavar="NODE=FILE", help="Kernel log of a node.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
-    job_id: Annotated[str | None, typer.Option("--jobid", metavar="J", help="Ask Slurm for the job's nodes.")] = None,
+    job_id: Annotated[
+        str | None, typer.Option("--jobid", metavar="J", help="Ask Slurm for the job's nodes and ranks.")
+    ] = None,
     flight_recorder: Annotated[
         Path | None, typer.Option("--flight-recorder", metavar="DIR", help="Folder of Flight Recorder dumps.")
     ] = None,
@@ -42,15 +44,18 @@ def diagnose(
 
     Example: krea-runner diagnose slurm-4711.out
     """
-    from krea_runner.cli.diagnose_run import logs_of_run
+    from krea_runner.cli.diagnose_run import verdict_of_run
     from krea_runner.diagnose.document import document
     from krea_runner.diagnose.logs import diagnose as find_cause
     from krea_runner.diagnose.site import load_site_catalog
 
     catalog, layout = load_site_catalog(table or ()), _layout(job) if job_id is None else _asked(job_id)
-    with logs_of_run(logs) as (here, there, names):
-        kernel_logs = dict(_node_file(item) for item in dmesg or [])
-        verdict = find_cause(names, layout=layout, dmesg=kernel_logs, catalog=catalog)
+    kernel_logs = dict(_node_file(item) for item in dmesg or [])
+    found = verdict_of_run(logs, catalog, kernel_logs)
+    if found is not None:
+        verdict, here, there = found
+    else:
+        verdict, here, there = find_cause(logs, layout=layout, dmesg=kernel_logs, catalog=catalog), "", ""
     if flight_recorder is not None:
         from krea_runner.diagnose.dumps import with_flight_recorder
 
@@ -82,22 +87,18 @@ def _layout(job: Path | None) -> "Layout":
         raise KreaRunnerError(
             f"{job} is not a JSON object", hint='for example {"nodes": ["n1", "n2"], "gpus_per_node": 8}'
         )
+    if isinstance(read.get("nodes"), str):
+        from krea_runner.schedulers.nodelist import expand
+
+        read["nodes"] = expand(read["nodes"])
     return from_job(read)
 
 
 def _asked(job_id: str) -> "Layout":
-    from krea_runner.diagnose.layout import Layout
-    from krea_runner.errors import JobNotFound
-    from krea_runner.proc import run
-    from krea_runner.schedulers.slurm_cli import SlurmCli
+    from krea_runner.diagnose.layout import from_job
+    from krea_runner.schedulers.slurm_layout import job_document
 
-    record = SlurmCli().jobs([job_id]).get(job_id)
-    if record is None:
-        raise JobNotFound(f"Slurm does not know job {job_id}", hint="give its nodes with --job job.json")
-    if not record.nodelist:
-        return Layout()
-    names = run(["scontrol", "show", "hostnames", record.nodelist], timeout_s=10.0).stdout.split()
-    return Layout(nodes=names, still_running=record.state.is_live)
+    return from_job(job_document(job_id))
 
 
 def _text(path: Path) -> str:
