@@ -41,6 +41,9 @@ def test_a_signature_matches_its_examples_and_not_its_near_misses(signature: Sig
         )
     for text in signature.near_misses:
         assert not signature.pattern.match(text), text
+    assert any(literal.rstrip("\n") in text for text in signature.near_misses for literal in signature.literals), (
+        "no near miss ever reaches the pattern"
+    )
 
 
 @pytest.mark.parametrize("signature", CATALOG.signatures, ids=lambda signature: signature.name)
