@@ -24,6 +24,7 @@ _MARGIN = re.compile(rb" {0,6}(?:\d{1,6}: )?(?:\[rank\d+\]: )?")
 _NAMED = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w+(?:: |$)(?P<message>.*)")
 _USUAL = re.compile(r"[\w.]+(?:Error|Exception|Abort|Interrupt|Exit|Failure|Timeout|NotFound|Exceeded)\b")
 _LOCAL_GID = re.compile(r"local ?G[iI][dD] (?!index)([0-9a-f:.]+)")
+_NO_FAILURE = frozenset({"context", "start", "restart", "end"})
 _NUMBERS = frozenset({"rank", "rank2", "pid", "pid2", "xid", "sxid", "code", "seq", "grank", "nranks"})
 _TASKS = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -68,9 +69,8 @@ class Log:
     kernel: bool = False
     events: list[Event] = field(default_factory=list)
     progress: list[int] = field(default_factory=list)
-    """Lines near the end of the log that show progress, once for each step shown, ascending."""
+    """Lines that show progress, near the end of the log and after the first sign of a failure; once a step, ascending."""
     first_at: float | None = None
-    last_at: float | None = None
     last_uptime_s: float | None = None
     bytes_read: int = 0
     is_cut_short: bool = False
@@ -322,17 +322,17 @@ def _look_at_tail(log: Log, tail: deque[Block]) -> None:
     if log.kernel:
         return
     known = {event.line for event in log.events}
-    for block in tail:
+    # What the run did before the first sign of a failure, and a log without any, need not be looked at line by line.
+    begin = min((event.line for event in log.events if event.role not in _NO_FAILURE), default=None)
+    for block in tail if begin is not None else ():
         data = block.data
         lines = data.split(b"\n")
+        if block.first_line + len(lines) <= (begin or 0):
+            continue
         for number, raw in enumerate(lines, block.first_line):
-            if number in known or len(raw) < 4:
+            if number < (begin or 0) or number in known or len(raw) < 4:
                 continue
             text = raw[:8192].decode("utf-8", "replace")
             shown = len(_PROGRESS.findall(text))
             if shown:
                 log.progress += [number] * min(shown, 8)
-    for raw in reversed(tail[-1].data[-HEAD_BYTES:].split(b"\n") if tail else []):
-        if (at := any_time(clean(raw))) is not None:
-            log.last_at = at
-            return

@@ -34,14 +34,16 @@ class Bounds:
     least_bytes: int = 1 << 20
     far_bytes: int | None = 32 << 20
     """In the place of `all_bytes` over SFTP; None: as copy_logs has it."""
-    dumps_bytes: int = 16 << 20
-    """Of Flight Recorder dumps together; some 10 MB are read in a second."""
+    dumps_bytes: int = 4 << 20
+    """Of Flight Recorder dumps together, of which 2 MB are read in a second."""
 
     def share(self, logs: int) -> int:
         return max(self.least_bytes, min(self.most_bytes, self.all_bytes // max(1, logs)))
 
 
 IN_A_TICK = Bounds()
+# Where hyperscan is not installed: the search then reads some 10 MB a second, and the end of a log is what counts.
+IN_A_TICK_SLOWLY = Bounds(all_bytes=16 << 20, most_bytes=8 << 20, least_bytes=128 << 10, far_bytes=16 << 20)
 WHOLE = Bounds(1 << 62, 1 << 62, 1 << 62, None, 1 << 62)
 SHARED_BYTES = 8 << 20  # of a log that all attempts write to: srun's words and the batch script's
 RAS_BYTES = 8 << 20
@@ -68,7 +70,7 @@ def read_left_behind(
     catalog: "Catalog",
     *,
     still_running: bool,
-    bounds: Bounds = IN_A_TICK,
+    bounds: Bounds | None = None,
     suspected: Collection[str] = (),
     is_late: Callable[[], bool] = lambda: False,
     kernel_logs: Mapping[str, str] | None = None,
@@ -79,7 +81,9 @@ def read_left_behind(
     Raises: LogUnreadable; KreaRunnerError where the attempt is not known.
     """
     from krea_runner.diagnose.logs import diagnose_parts
+    from krea_runner.diagnose.scan import is_fast
 
+    bounds = bounds or (IN_A_TICK if is_fast() else IN_A_TICK_SLOWLY)
     layout = layout_of(snapshot, still_running=still_running)
     with _left_behind(snapshot, layout, suspected, bounds, is_late) as left:
         if not left.parts:
