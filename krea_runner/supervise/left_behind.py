@@ -16,7 +16,7 @@ from krea_runner.model import AttemptKey, Snapshot
 from krea_runner.observe.logs import attempt_bytes
 from krea_runner.rundir import RunDir
 from krea_runner.schedulers.nodelist import NodelistError, expand
-from krea_runner.transport.mirror import copy_logs, mirrored
+from krea_runner.transport.mirror import copy_logs, local_copy
 
 if TYPE_CHECKING:
     from krea_runner.diagnose.layout import Layout
@@ -186,7 +186,7 @@ def _left_behind(
                 left = found(RunDir(Path(folder)))
                 left.problems += _not_whole([(name, f"only its end, of {_size(size)}") for name, size in cut])
             except FilesUnavailable as error:
-                left = found(RunDir(mirrored(config, attempt.key).run_dir))
+                left = found(local_copy(config))
                 left.problems.append(f"log not read whole: only what was copied before, {error}")
             yield left
 
