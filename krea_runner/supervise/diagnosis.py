@@ -7,15 +7,17 @@ load is loaded before there is an incident.
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from krea_runner.errors import FilesUnavailable, KreaRunnerError, fault_line
-from krea_runner.model import EXPLAINED, Diagnosis, Finding, Snapshot, Suspect, Symptom
+from krea_runner.history.diagnoses import note_diagnosis
+from krea_runner.model import EXPLAINED, Diagnosis, Finding, Incident, Snapshot, Suspect, Symptom
 from krea_runner.observe.logs import printable
 from krea_runner.rundir import RunDir
-from krea_runner.supervise.left_behind import Left, read_left_behind
+from krea_runner.supervise.left_behind import Left, read_left_behind, was_collected
 from krea_runner.supervise.supervisor import Supervisor
 from krea_runner.transport.mirror import local_copy, put_files
 
@@ -25,12 +27,16 @@ if TYPE_CHECKING:
 RUN_S = 5.0
 """For one run; all runs of a tick share Supervisor.diagnosis_left_s."""
 TEXT_SHOWN = 160
+DOCUMENT_BYTES = 4 << 20
 # Of these Slurm's word is the cause; the logs only matter where they tell of something else.
 _SLURMS_WORD = frozenset({"slurm_time_limit", "slurm_preempted", "slurm_cancelled", "node_failure"})
 
 
-def diagnosed(supervisor: Supervisor, snapshot: Snapshot, finding: Finding) -> tuple[Finding, dict[str, Any] | None]:
-    """The finding with its diagnosis, and the document to keep beside the incident. Never raises."""
+def diagnosed(
+    supervisor: Supervisor, snapshot: Snapshot, finding: Finding, ends: Mapping[str, int] | None = None
+) -> tuple[Finding, dict[str, Any] | None]:
+    """The finding with its diagnosis, and the document to keep beside the incident. `ends` as read_left_behind has it. Never
+    raises."""
     clock = supervisor.clock
     begun = clock.mono()
     until = begun + min(RUN_S, supervisor.diagnosis_left_s)
@@ -40,12 +46,38 @@ def diagnosed(supervisor: Supervisor, snapshot: Snapshot, finding: Finding) -> t
             return finding, None
         if begun >= until:
             raise KreaRunnerError("logs not read: this tick's time for that is spent")
-        diagnosis, told = _diagnose(snapshot, finding, lambda: clock.mono() >= until)
+        diagnosis, told = _diagnose(snapshot, finding, lambda: clock.mono() >= until, ends)
     except Exception as error:  # noqa: BLE001
         diagnosis = Diagnosis("unknown_failure", problems=(printable(fault_line(error)),))
     finally:
         supervisor.diagnosis_left_s -= clock.mono() - begun
     return _with(finding, diagnosis), told
+
+
+def refine(supervisor: Supervisor, snapshot: Snapshot, incident: Incident) -> None:
+    """Of a hang, once its attempt is over: what was collected after it had been put on record may name what did it. Its logs are
+    read as far as they went then: what is in them since is how we ended it."""
+    config, attempt = snapshot.run.config, snapshot.attempt
+    if incident.finding.symptom is not Symptom.HANG or config.files == "sftp" or attempt is None:
+        return
+    folder = RunDir(config.run_dir).incident(attempt.key)
+    ends = _read_before(folder / "diagnosis.json") if was_collected(folder) else {}
+    if not ends:
+        return
+    finding, told = diagnosed(supervisor, snapshot, incident.finding, ends)
+    if finding.diagnosis is not None and finding.diagnosis.names_cause and finding != incident.finding:
+        note_diagnosis(supervisor.history, incident.incident_id, finding)
+        keep_diagnosis(snapshot, told)
+
+
+def _read_before(path: Path) -> dict[str, int]:
+    """File → where its reading ended. The file lies where the job may write: anything else is as good as nothing."""
+    try:
+        with path.open("rb") as file:
+            rows = json.loads(file.read(DOCUMENT_BYTES))["read"]
+        return {row["file"]: row["end"] for row in rows if isinstance(row["file"], str) and isinstance(row["end"], int)}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
 
 
 def keep_diagnosis(snapshot: Snapshot, told: dict[str, Any] | None) -> None:
@@ -84,7 +116,7 @@ def _with(finding: Finding, diagnosis: Diagnosis) -> Finding:
 
 
 def _diagnose(
-    snapshot: Snapshot, finding: Finding, is_late: Callable[[], bool]
+    snapshot: Snapshot, finding: Finding, is_late: Callable[[], bool], ends: Mapping[str, int] | None
 ) -> tuple[Diagnosis, dict[str, Any] | None]:
     from krea_runner.diagnose.document import document
     from krea_runner.diagnose.site import site_catalog
@@ -92,13 +124,17 @@ def _diagnose(
     catalog, problems = site_catalog()
     suspected = {suspect.name for suspect in finding.suspects if suspect.kind == "node"}
     hangs = finding.symptom is Symptom.HANG
-    verdict, left = read_left_behind(snapshot, catalog, still_running=hangs, suspected=suspected, is_late=is_late)
+    verdict, left = read_left_behind(
+        snapshot, catalog, still_running=hangs, suspected=suspected, is_late=is_late, ends=ends
+    )
     if verdict is None:
         return Diagnosis("unknown_failure", problems=tuple(left.problems or ["there is no log"])), None
     verdict = replace(verdict, problems=(*verdict.problems, *problems))
     # Nothing marks where an attempt begins in the log of an adopted job: what it says may be an earlier one's.
     shared_log = snapshot.run.config.job_log is not None and _is_restart(snapshot)
-    return _diagnosis(verdict, left, shared_log=shared_log), json.loads(left.where(json.dumps(document(verdict))))
+    read = [{"file": part.name, "begin": part.begin, "end": part.end} for part in left.parts]
+    told = left.where(json.dumps({**document(verdict), "read": read}))
+    return _diagnosis(verdict, left, shared_log=shared_log), json.loads(told)
 
 
 def _diagnosis(verdict: "Verdict", left: Left, *, shared_log: bool) -> Diagnosis:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from krea_runner.errors import FilesUnavailable, KreaRunnerError
 from krea_runner.model import AttemptKey, Snapshot
@@ -74,9 +74,11 @@ def read_left_behind(
     suspected: Collection[str] = (),
     is_late: Callable[[], bool] = lambda: False,
     kernel_logs: Mapping[str, str] | None = None,
+    ends: Mapping[str, int] | None = None,
 ) -> "tuple[Verdict | None, Left]":
     """The verdict (None where there is no log at all), and from what. The logs of `suspected` nodes come first: there may be
-    time for a part of them only. `kernel_logs` are node → file, beside those that were collected.
+    time for a part of them only. `kernel_logs` are node → file, beside those that were collected. `ends`: only these logs, and
+    no more of them than their first so many bytes.
 
     Raises: LogUnreadable; KreaRunnerError where the attempt is not known.
     """
@@ -85,7 +87,7 @@ def read_left_behind(
 
     bounds = bounds or (IN_A_TICK if is_fast() else IN_A_TICK_SLOWLY)
     layout = layout_of(snapshot, still_running=still_running)
-    with _left_behind(snapshot, layout, suspected, bounds, is_late) as left:
+    with _left_behind(snapshot, layout, suspected, bounds, is_late, ends) as left:
         if not left.parts:
             return None, left
         verdict = diagnose_parts(
@@ -152,7 +154,12 @@ def _ranks_a_task(snapshot: Snapshot) -> int:
 
 @contextmanager
 def _left_behind(
-    snapshot: Snapshot, layout: "Layout", suspected: Collection[str], bounds: Bounds, is_late: Callable[[], bool]
+    snapshot: Snapshot,
+    layout: "Layout",
+    suspected: Collection[str],
+    bounds: Bounds,
+    is_late: Callable[[], bool],
+    ends: Mapping[str, int] | None,
 ) -> Iterator[Left]:
     config, attempt = snapshot.run.config, snapshot.attempt
     if attempt is None:
@@ -161,21 +168,20 @@ def _left_behind(
     def found(run_dir: RunDir) -> Left:
         left = Left(near=str(run_dir.root), far=str(config.run_dir), incident=run_dir.incident(attempt.key))
         for path in _plain_files(run_dir.incident(attempt.key) / "dmesg"):
-            node = path.name if path.name in layout.nodes else path.name.split(".")[0]
-            left.kernel[node] = _end_of(path, bounds.most_bytes)
+            node = next((name for name in (path.name, path.stem) if name in layout.nodes), path.name.split(".")[0])
+            if (part := _end_of(path, bounds.most_bytes)) is not None:
+                left.kernel[node] = part
         first = {f"node-{number}.log" for number, node in enumerate(layout.nodes) if node in suspected}
         own = sorted(_plain_files(run_dir.attempt_logs(attempt.key)), key=lambda path: (path.name not in first, path))
         most = bounds.share(1 + len(own))
         shared = run_dir.batch_log(attempt.key.job_id)
-        _add(
-            left,
-            [(shared, partial(_own_part, key=attempt.key)), *((path, partial(_end_of, most=most)) for path in own)],
-        )
+        parts = [(shared, partial(_own_part, key=attempt.key)), *((path, partial(_end_of, most=most)) for path in own)]
+        _add(left, parts, ends)
         return left
 
     if config.job_log is not None:
         left = Left()
-        _add(left, [(config.job_log, partial(_end_of, most=bounds.share(1)))])
+        _add(left, [(config.job_log, partial(_end_of, most=bounds.share(1)))], ends)
         yield left
     elif config.files != "sftp":
         yield found(RunDir(config.run_dir))
@@ -191,11 +197,12 @@ def _left_behind(
             yield left
 
 
-def _add(left: Left, logs: "Sequence[tuple[Path, Callable[[Path], Part | None]]]") -> None:
+def _add(left: Left, logs: "Sequence[tuple[Path, _PartOf]]", ends: Mapping[str, int] | None) -> None:
     cut: list[tuple[str, str]] = []
     for path, part_of in logs:
+        end = None if ends is None else ends.get(str(path), 0)
         try:
-            part = part_of(path) if path.is_file() else None  # a FIFO would have us wait
+            part = part_of(path, end=end) if path.is_file() else None  # a FIFO would have us wait
             size = path.stat().st_size if part is not None else 0
         except OSError as error:
             left.problems.append(f"could not read {path}: {error.strerror}")
@@ -207,25 +214,40 @@ def _add(left: Left, logs: "Sequence[tuple[Path, Callable[[Path], Part | None]]]
     left.problems += _not_whole(cut)
 
 
-def _own_part(path: Path, key: AttemptKey) -> "Part | None":
+class _PartOf(Protocol):
+    def __call__(self, path: Path, *, end: int | None) -> "Part | None":
+        """None where nothing of the attempt is there before `end`."""
+
+
+def _own_part(path: Path, key: AttemptKey, *, end: int | None = None) -> "Part | None":
     from krea_runner.diagnose.reading import Part
 
-    begin, end, first_line = attempt_bytes(path, key, SHARED_BYTES)
-    return Part(str(path), begin, end, first_line) if end > begin else None
+    begin, stop, first_line = attempt_bytes(path, key, SHARED_BYTES)
+    stop = stop if end is None else min(stop, end)
+    return Part(str(path), begin, stop, first_line) if stop > begin else None
 
 
-def _end_of(path: Path, most: int) -> "Part":
+def _end_of(path: Path, most: int, *, end: int | None = None) -> "Part | None":
     from krea_runner.diagnose.reading import Part
 
     size = path.stat().st_size
-    return Part(str(path), size - most, size, None) if size > most else Part(str(path))
+    size = size if end is None else min(size, end)
+    if end == 0:
+        return None
+    return Part(str(path), size - most, size, None) if size > most else Part(str(path), 0, size)
+
+
+def was_collected(folder: Path) -> bool:
+    """Whether there is anything of an incident beside its logs."""
+    return any(map(_plain_files, (folder / "dmesg", folder / "flight_recorder", folder / "ras")))
 
 
 def _plain_files(folder: Path) -> list[Path]:
     """A FIFO or a link in its place is nobody's log."""
     try:
         with os.scandir(folder) as entries:
-            return sorted(Path(entry.path) for entry in entries if entry.is_file(follow_symlinks=False))
+            plain = (entry for entry in entries if not entry.name.startswith("."))  # those are still being written
+            return sorted(Path(entry.path) for entry in plain if entry.is_file(follow_symlinks=False))
     except OSError:
         return []
 

@@ -40,7 +40,7 @@ from krea_runner.schedulers import Scheduler
 from krea_runner.schedulers.nodelist import NodelistError, expand
 from krea_runner.supervise.act import SAME_SUBMIT_S, Work, carry_out, is_the_runs_own, refused_starts
 from krea_runner.supervise.attempts import action_for, closed, last_sign_mono, note_recovery, queue_line, updated
-from krea_runner.supervise.diagnosis import diagnosed, keep_diagnosis
+from krea_runner.supervise.diagnosis import diagnosed, keep_diagnosis, refine
 from krea_runner.supervise.evidence import keep_evidence
 from krea_runner.supervise.lease import take_leases
 from krea_runner.supervise.submissions import LOST_SUBMISSION_S, end_ghosts, find_submission
@@ -383,7 +383,7 @@ def _settle_past(
     first = min((key.restart_count for key in known if key.job_id == job.job_id), default=0)
     past = [AttemptKey(job.job_id, count) for count in range(first, job.restart_count)]
     unsettled = [key for key in past if key not in known or known[key].ended_at is None]
-    recorded = {incident.attempt for incident in history.incidents(run_id=run.run_id)} if unsettled else set()
+    recorded = {one.attempt: one for one in history.incidents(run_id=run.run_id)} if unsettled else {}
     ours = [one for one in history.actions(run.run_id) if one.job_id == job.job_id] if unsettled else []
     carried_out = [one for one in ours if one.stage in {ActionStage.STARTED, ActionStage.DONE}]
     refused = refused_starts(ours)
@@ -398,6 +398,7 @@ def _settle_past(
         elif key in recorded:  # a hang, ended by us unless somebody was faster
             by = "krea-runner" if any(one.restart_count == count for one in carried_out) else ""
             ended = replace(closed(attempt, snapshot, None), end_state=JobState.REQUEUED, ended_by=by)
+            refine(supervisor, snapshot, recorded[key])
         else:
             finding = _diagnose(supervisor, scheduler, snapshot)
             ended = closed(attempt, snapshot, finding)

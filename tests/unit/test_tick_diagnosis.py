@@ -149,6 +149,48 @@ def test_flight_recorder_dumps_beside_a_hang_name_the_rank_that_was_missing(desk
     assert diagnosis.why.startswith("flight recorder:")
 
 
+def test_what_is_collected_after_a_hang_was_recorded_names_it_once_the_attempt_is_over(desk: Desk) -> None:
+    (log,) = write_logs(desk, steps())
+    desk.beat(70, flush=1)
+    desk.tick()
+    desk.beat(70, flush=11, stopped=(2,))
+    desk.tick()  # the hang is recorded, the job requeued
+    before, diagnosis = told(desk)
+    assert not diagnosis.names_cause
+    folder = desk.run_dir.incident(KEY) / "flight_recorder"
+    folder.mkdir(parents=True)
+    for rank in range(4):
+        (folder / f"fr_rank_{rank}").write_bytes(dump(rank, 3 if rank == 1 else 4))
+    with log.open("a") as file:
+        file.write(each_rank("KeyError: 'said by what our SIGTERM ended'", range(4)))
+    desk.tick()
+    after, diagnosis = told(desk)
+    assert (diagnosis.cause, diagnosis.ranks) == ("nccl_timeout", (1,)), diagnosis
+    assert ("rank", "1") in [(one.kind, one.name) for one in after.finding.suspects]
+    assert (after.decision, after.finding.cause, after.noticed_at) == (
+        before.decision,
+        "rank_stopped",
+        before.noticed_at,
+    )
+    kept = json.loads((desk.run_dir.incident(KEY) / "diagnosis.json").read_text())
+    assert (kept["cause"], kept["suspects"]["ranks"]) == ("nccl_timeout", [1])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"read": 3}', '{"read": [{"file": 3, "end": "x"}]}'])
+def test_a_damaged_document_beside_an_incident_changes_nothing(desk: Desk, text: str) -> None:
+    write_logs(desk, steps())
+    desk.beat(70, flush=1)
+    desk.tick()
+    desk.beat(70, flush=11, stopped=(2,))
+    desk.tick()
+    (desk.run_dir.incident(KEY) / "dmesg").mkdir()
+    (desk.run_dir.incident(KEY) / "dmesg" / "n1.log").write_text(at(1_800_000_005) + XID)
+    (desk.run_dir.incident(KEY) / "diagnosis.json").write_text(text)
+    before = desk.incident()
+    desk.tick()
+    assert desk.incident().finding == before.finding
+
+
 # ------------------------------------------------------------------------------------------------------------- in bounds
 
 
