@@ -123,10 +123,13 @@ def _is_everywhere(story: Story, layout: Layout) -> bool:
 
 
 def evidence(event: Event, logs: list[Log], layout: Layout, count: int | None = None) -> Evidence:
-    gpu = f"{event.node}:{event.device}" if event.device is not None and event.node else ""
+    node, device = event.node or layout.node_of(event.rank), event.device
+    if device is None and event.rank is not None and event.signature.cause.startswith(("gpu_", "cuda_")):
+        device = layout.gpu_of(event.rank)
+    gpu = f"{node}:{device}" if device is not None and node else ""
     return Evidence(
         file=logs[event.log].name, line=event.line, text=event.text[:TEXT_SHOWN], signature=event.signature.name,
-        at=event.at, rank=event.rank, node=event.node or layout.node_of(event.rank), gpu=gpu,
+        at=event.at, rank=event.rank, node=node, gpu=gpu,
         count=event.count if count is None else count,
     )  # fmt: skip
 

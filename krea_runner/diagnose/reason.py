@@ -6,6 +6,7 @@
    itself; then symptoms, each weaker than the one before it.
 4. Name suspects by the rule of that cause (blame.py, timeouts.py)."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -22,6 +23,11 @@ USER_FAULTS = frozenset(
     "external_service_error cuda_device_assert shm_exhausted".split()
 )
 GPU_FAULTS = frozenset("gpu_ecc gpu_fell_off_bus gpu_nvlink gpu_hang_driver gpu_init_failure".split())
+# Exceptions that no signature knows, whose class says that something outside of the process may have done it.
+_FROM_OUTSIDE = re.compile(
+    r"[\w.]*(?:Connect|Timeout|TimedOut|Network|Socket|Pipe|Unavailable|Retr(?:y|ies)|Interrupt|Cancel|Signal|Peer|EOF|[.]OSError|IOError"
+    r"|SystemExit)|(?:OSError|BlockingIOError|EOFError)\b"
+)
 STOPS_IN_PEACE = {"slurm_cancelled", "slurm_preempted", "slurm_time_limit"}
 
 
@@ -305,6 +311,12 @@ def _fault_story(faults: list[Event], everything: list[Event]) -> Story:
     if cause == "silent_data_corruption":
         doubt = [e for e in everything if e.signature.name == "megatron-unexpected" and e.order <= first.order]
         first, same = (doubt or [first])[0], [*doubt, *same]
+    if first.signature.name == "torch-save-failed" and not full:
+        why = "a checkpoint could not be written, and torch does not say for what reason"
+        return Story(cause, first, same, confidence="medium", why=why)
+    if first.role == "exception" and _FROM_OUTSIDE.match(first.message):
+        why = "an exception about a connection, a time-out or an interruption: perhaps not the code's fault"
+        return Story(cause, first, same, confidence="medium", why=why)
     return Story(cause, first, same, why="the message names the fault, and nothing failed before it")
 
 

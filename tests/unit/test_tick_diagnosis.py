@@ -68,6 +68,22 @@ def test_one_ranks_exception_is_tried_again_and_held_when_it_comes_back_at_the_s
     assert second.decision.reason.startswith("for the second time, the training code raised an exception")
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        "ConnectionRefusedError: [Errno 111] Connection refused",
+        "data.service.StoreTimeout: no answer in 30 s",
+        "OSError: [Errno 14] Bad address",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+        "RuntimeError: [enforce fail at inline_container.cc:595] . PytorchStreamWriter failed writing file data/193: x",
+    ],
+)
+def test_what_something_outside_may_have_done_to_every_rank_is_restarted(desk: Desk, error: str) -> None:
+    write_logs(desk, steps() + each_rank(error, range(4)))
+    desk.tick(ended(JobState.FAILED, exit_code=1))
+    assert desk.incident().decision.kind is DecisionKind.REQUEUE
+
+
 def test_a_rank_that_reports_no_timeout_is_the_incidents_suspect_and_the_run_goes_on(desk: Desk) -> None:
     waiting = "".join(watchdog(rank, 9) + status(rank, 9, 9) for rank in (0, 1, 3))
     write_logs(desk, steps() + waiting)
