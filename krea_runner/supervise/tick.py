@@ -259,7 +259,7 @@ def _handle(
     on_record = next((incident for incident in earlier if incident.attempt == attempt.key), None)
     if on_record is not None:
         return _on_record(supervisor, snapshot, on_record)
-    finding, told = diagnosed(supervisor, snapshot, finding)
+    finding, told = diagnosed(supervisor, replace(snapshot, attempt=attempt), finding)
     newest = snapshot.checkpoints.newest
     checkpoint_step = newest.step if newest else None
     job = snapshot.job
