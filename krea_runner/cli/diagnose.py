@@ -148,7 +148,8 @@ def lines(verdict: "Verdict") -> list[str]:
         folded = ", ".join(f"{item.signature} ({item.count})" for item in verdict.fallout[:4])
         shown.append(f"fallout  {safe(folded)}")
     shown.append(f"do       {verdict.advice}  [{verdict.policy}]")
-    shown.append(f"sure     {verdict.confidence}: {safe(verdict.why)}")
+    everywhere = "; every rank says the same" if verdict.everywhere else ""
+    shown.append(f"sure     {verdict.confidence}: {safe(verdict.why)}{everywhere}")
     shown += [f"unread   {safe(problem)}" for problem in verdict.problems[: 12 - len(shown)]]
     return shown[:12]
 
