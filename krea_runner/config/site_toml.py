@@ -29,8 +29,8 @@ def site_files() -> list[Path]:
     named = os.environ.get(VARIABLE)
     if named:
         return [Path(named).absolute()]
-    base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
-    return [path for path in (Path(base) / "krea_runner" / "site.toml", CLUSTER) if path.exists()]
+    base = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return [path for path in (Path(base) / "krea_runner" / "site.toml", CLUSTER) if os.path.exists(path)]
 
 
 def read_site(path: Path) -> Site:

@@ -119,9 +119,15 @@ class Finding:
         return ",".join(told.nodes)
 
     @property
+    def why(self) -> str:
+        """What did it, for one line; nothing where the logs were read and add nothing."""
+        told = self.diagnosis
+        return told.line if told is not None and (told.names_cause or told.problems) else ""
+
+    @property
     def line(self) -> str:
         """What happened, and why."""
-        return self.summary if self.diagnosis is None else f"{self.summary}; {self.diagnosis.line}"
+        return f"{self.summary}; {self.why}" if self.why else self.summary
 
 
 class DecisionKind(StrEnum):

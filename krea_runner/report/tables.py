@@ -183,7 +183,7 @@ def _incident_row(incident: Incident, when: str) -> Row:
     )
     notes = (
         Note(f"{finding.summary} (attempt {incident.attempt})", ""),
-        *((Note(finding.diagnosis.line),) if finding.diagnosis is not None else ()),
+        *((Note(finding.why),) if finding.why else ()),
         Note(f"→ {decision.kind}: {decision.reason}", _DECISION_STYLE.get(decision.kind, "")),
     )
     return Row(cells=cells, terminal=(when, *cells[1:]), notes=notes)

@@ -128,7 +128,7 @@ def _diagnose(
         snapshot, catalog, still_running=hangs, suspected=suspected, is_late=is_late, ends=ends
     )
     if verdict is None:
-        return Diagnosis("unknown_failure", problems=tuple(left.problems or ["there is no log"])), None
+        return Diagnosis("unknown_failure", why="there is no log", problems=tuple(left.problems)), None
     verdict = replace(verdict, problems=(*verdict.problems, *problems))
     # Nothing marks where an attempt begins in the log of an adopted job: what it says may be an earlier one's.
     shared_log = snapshot.run.config.job_log is not None and _is_restart(snapshot)
