@@ -66,12 +66,14 @@ def diagnose_parts(
     if left_out:
         more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
         problems.append(f"log not read whole, there was no time: {left_out[0]}{more}")
-    return replace(_verdict(logs, layout, catalog, since), problems=tuple(problems))
+    return replace(_verdict(logs, layout, catalog, since, is_late), problems=tuple(problems))
 
 
-def _verdict(logs: list[Log], layout: Layout, catalog: Catalog, since: float | None) -> Verdict:
+def _verdict(
+    logs: list[Log], layout: Layout, catalog: Catalog, since: float | None, is_late: Callable[[], bool]
+) -> Verdict:
     story = tell(logs, layout, since)
-    spoke = _labels(logs) if story.cause == "rendezvous_failure" else set()
+    spoke = _labels(logs, is_late) if story.cause == "rendezvous_failure" else set()
     if blame.stray_process(story, layout):
         story.cause, story.why = "gpu_init_failure", "the memory is held by a process that is not the job's"
     named = blame.suspects(story, layout, logs, spoke)
@@ -143,16 +145,16 @@ def fold(events: list[Event], logs: list[Log], layout: Layout) -> tuple[Evidence
     return tuple(evidence(same[0], logs, layout, sum(event.count for event in same)) for same in kinds.values())
 
 
-def _labels(logs: list[Log]) -> set[int]:
-    """Which labels of `srun -l` said anything at all. Only files can be read twice."""
+def _labels(logs: list[Log], is_late: Callable[[], bool]) -> set[int]:
+    """Which labels of `srun -l` said anything at all, in the first LABELS_BYTES of all. Only files can be read twice."""
     found: set[int] = set()
+    read = 0
     for log in logs:
         if log.kernel or log.name == "-" or not Path(log.name).is_file():
             continue
-        read = 0
         for block in blocks(log.name):
+            if read > LABELS_BYTES or is_late():
+                return found
             found |= {int(label) for label in _LABELS.findall(block.data)}
             read += len(block.data)
-            if read > LABELS_BYTES:
-                break
     return found

@@ -23,10 +23,11 @@ USER_FAULTS = frozenset(
     "external_service_error cuda_device_assert shm_exhausted".split()
 )
 GPU_FAULTS = frozenset("gpu_ecc gpu_fell_off_bus gpu_nvlink gpu_hang_driver gpu_init_failure".split())
-# Exceptions that no signature knows, whose class says that something outside of the process may have done it.
+# Of exceptions that no signature knows: the class or the message says that something outside of the process may have done it.
 _FROM_OUTSIDE = re.compile(
-    r"[\w.]*(?:Connect|Timeout|TimedOut|Network|Socket|Pipe|Unavailable|Retr(?:y|ies)|Interrupt|Cancel|Signal|Peer|EOF|[.]OSError|IOError"
-    r"|SystemExit)|(?:OSError|BlockingIOError|EOFError)\b"
+    r"[\w.]*(?:Connect|Timeout|TimedOut|Network|Socket|Pipe|Unavailable|Retr(?:y|ies)|Interrupt|Cancel|Signal|Peer|EOF|IOError"
+    r"|SystemExit)|(?:[\w.]+\.)?(?:OSError|BlockingIOError)\b"
+    r"|.{0,300}?\b(?i:connection|timed? ?out|broken pipe|unreachable|unavailable|reset by peer|refused|temporar|try again)"
 )
 STOPS_IN_PEACE = {"slurm_cancelled", "slurm_preempted", "slurm_time_limit"}
 

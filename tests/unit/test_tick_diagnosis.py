@@ -74,6 +74,8 @@ def test_one_ranks_exception_is_tried_again_and_held_when_it_comes_back_at_the_s
         "ConnectionRefusedError: [Errno 111] Connection refused",
         "data.service.StoreTimeout: no answer in 30 s",
         "OSError: [Errno 14] Bad address",
+        "RuntimeError: store: lost the connection to 10.0.0.1",
+        "ValueError: the token server is temporarily overloaded",
         "BrokenPipeError: [Errno 32] Broken pipe",
         "RuntimeError: [enforce fail at inline_container.cc:595] . PytorchStreamWriter failed writing file data/193: x",
     ],
