@@ -14,11 +14,14 @@ if TYPE_CHECKING:
 
 def diagnose(
     logs: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            metavar="LOG...", help="Logs of one attempt; a directory; - for standard input; or the name of a run."
+            metavar="LOG",
+            show_default=False,
+            help="Logs of one attempt; a directory; - for standard input; or the name of a run. With --jobid: none, for the "
+            "job's own.",
         ),
-    ],
+    ] = None,
     job: Annotated[Path | None, typer.Option("--job", metavar="FILE", help="job.json: nodes, GPUs, launcher.")] = None,
     dmesg: Annotated[
         list[str] | None, typer.Option("--dmesg", metavar="NODE=FILE", help="Kernel log of a node.")
@@ -51,6 +54,8 @@ def diagnose(
 
     catalog, layout = load_site_catalog(table or ()), _layout(job) if job_id is None else _asked(job_id)
     kernel_logs = dict(_node_file(item) for item in dmesg or [])
+    if not logs:
+        logs = [_log_of_job(job_id)]
     found = verdict_of_run(logs, catalog, kernel_logs)
     if found is not None:
         verdict, here, there = found
@@ -99,6 +104,22 @@ def _asked(job_id: str) -> "Layout":
     from krea_runner.schedulers.slurm_layout import job_document
 
     return from_job(job_document(job_id))
+
+
+def _log_of_job(job_id: str | None) -> str:
+    from krea_runner.cli import context
+    from krea_runner.errors import NotFound
+    from krea_runner.launch.adopt import log_of
+    from krea_runner.schedulers.slurm_cli import SlurmCli
+    from krea_runner.schedulers.slurm_describe import describe
+
+    if job_id is None:
+        raise typer.BadParameter("name a log, a run, or a job with --jobid", param_hint="LOG")
+    record = SlurmCli().jobs([job_id]).get(job_id)
+    log = None if record is None else log_of(describe(job_id), record, record.user or context.current_user())
+    if log is None:
+        raise NotFound(f"where job {job_id} writes its log, Slurm does not say", hint="krea-runner diagnose LOG")
+    return str(log)
 
 
 def _text(path: Path) -> str:

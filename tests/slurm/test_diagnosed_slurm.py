@@ -69,6 +69,25 @@ def test_a_bug_is_held_and_slurm_tells_where_the_ranks_were(
     until(lambda: slurm_layout.job_document(job_id) == wanted, "accounting")
 
 
+def test_of_any_job_its_id_is_enough(slurm_accounting_cluster: SlurmCluster, ordinary_user: Any) -> None:
+    """Neither our script nor a run of ours."""
+    folder = ordinary_user.make_dir()
+    env = {**slurm_accounting_cluster.env, "KREA_RUNNER_STATE_DIR": str(folder / "state")}
+    (folder / "train.py").write_text(BUG)
+    (folder / "job.sh").write_text(f"#!/bin/bash\nsrun -l {sys.executable} train.py\n")
+    submitted = ordinary_user.run(["sbatch", "--parsable", "-N2", "--ntasks-per-node=2", "job.sh"], env=env, cwd=folder)
+    job_id = submitted.stdout.strip()
+
+    def state() -> str:
+        return ordinary_user.run(["squeue", "-h", "-t", "all", "-j", job_id, "-o", "%T"], env=env).stdout.strip()
+
+    until(lambda: state() == "FAILED", "the end of the job")
+    argv = [sys.executable, "-m", "krea_runner", "diagnose", "--jobid", job_id, "--json"]
+    told = json.loads(ordinary_user.run(argv, env=env, cwd=folder).stdout)
+    assert (told["cause"], told["everywhere"]) == ("user_exception", True)
+    assert told["first_evidence"]["file"] == str(folder / f"slurm-{job_id}.out")
+
+
 def _nodes(env: dict[str, str], job_id: str) -> list[str]:
     argv = ["squeue", "-h", "-t", "all", "-j", job_id, "-o", "%N"]
     folded = subprocess.run(argv, env=env, capture_output=True, text=True, check=True).stdout.strip()
