@@ -139,7 +139,7 @@ def analyse_dumps(dumps: Sequence[RankDump]) -> FlightRecorderVerdict:
         )
         ordered, causes = [missing, *ordered], [missing]
     named = tuple(dict.fromkeys(rank for finding in causes for rank in finding.suspects))
-    held_up = {rank for finding in causes for rank in _waiting_elsewhere(finding, causes, groups)}
+    held_up = {rank for finding in causes for rank in _waiting_elsewhere(finding, ordered, groups)}
     suspects = tuple(rank for rank in named if rank not in held_up) or named
     seen = FlightRecorderVerdict(
         HEALTHY,
