@@ -23,7 +23,7 @@ class Search:
         self.seen = [0] * len(literals)
         finder = _hyperscan(self._literals, ()) if hyperscan is not False else None
         if finder is None and hyperscan:
-            raise ImportError("hyperscan is not installed")
+            raise ImportError("hyperscan is not installed, or cannot run on this processor")
         self._find = finder or _ByShape(self._literals)
         self._compiled = finder is not None
         self._next_look = MANY
@@ -63,19 +63,22 @@ Finder = Callable[[bytes, list[int]], list[tuple[int, int]]]
 
 @lru_cache(maxsize=8)
 def _hyperscan(literals: tuple[bytes, ...], without: tuple[int, ...]) -> Finder | None:
-    """None if it is not installed."""
+    """None if it is not installed, or cannot run here."""
     try:
         import hyperscan
     except ImportError:
         return None
     wanted = [number for number in range(len(literals)) if number not in without]
-    database = hyperscan.Database()
-    database.compile(
-        expressions=[re.escape(literals[number]) for number in wanted],
-        ids=wanted,
-        elements=len(wanted),
-        flags=[0] * len(wanted),
-    )
+    try:
+        database = hyperscan.Database()
+        database.compile(
+            expressions=[re.escape(literals[number]) for number in wanted],
+            ids=wanted,
+            elements=len(wanted),
+            flags=[0] * len(wanted),
+        )
+    except hyperscan.HyperscanError:  # a processor without SSE4.2
+        return None
 
     def find(block: bytes, seen: list[int]) -> list[tuple[int, int]]:
         hits: list[tuple[int, int]] = []
