@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from krea_runner.diagnose.layout import Layout, bus_key
 from krea_runner.diagnose.lines import LogLine, any_time, clean, read_line
-from krea_runner.diagnose.reading import Block, blocks
+from krea_runner.diagnose.reading import Block, LogUnreadable, blocks
 from krea_runner.diagnose.scan import CAP, Search
 from krea_runner.diagnose.signatures import Catalog, Signature, match
 
@@ -71,17 +71,19 @@ class Log:
     last_at: float | None = None
     last_uptime_s: float | None = None
     bytes_read: int = 0
+    problem: str = ""
+    """Why the rest of it could not be read."""
 
     def progress_after(self, line: int) -> int:
         return sum(1 for number in self.progress if number > line)
 
 
 def read_log(name: str, number: int, catalog: Catalog, layout: Layout, *, node: str = "", kernel: bool = False) -> Log:
-    """Raises LogUnreadable."""
+    """Raises LogUnreadable where not one byte could be read."""
     log = Log(name, node, kernel)
     search, reader = Search(catalog.literals), _Reader(catalog, layout, log, number)
     tail: deque[Block] = deque()
-    for block in blocks(name):
+    for block in _readable(name, log):
         if not log.bytes_read:
             reader.look_at_head(block.data[:HEAD_BYTES])
         log.bytes_read += len(block.data)
@@ -96,6 +98,16 @@ def read_log(name: str, number: int, catalog: Catalog, layout: Layout, *, node: 
         log.events.sort(key=lambda event: event.line)
     _look_at_tail(log, tail)
     return log
+
+
+def _readable(name: str, log: Log) -> Iterator[Block]:
+    """A compressed log that ends in the middle is what a crash leaves: what could be unpacked is judged."""
+    try:
+        yield from blocks(name)
+    except LogUnreadable as error:
+        if not log.bytes_read:
+            raise
+        log.problem = str(error)
 
 
 class _Reader:

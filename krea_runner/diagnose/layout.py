@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from krea_runner.errors import KreaRunnerError
+
 
 @dataclass(slots=True)
 class Layout:
@@ -90,8 +92,13 @@ def bus_key(pci: str) -> str:
 
 
 def from_job(document: Mapping[str, Any]) -> Layout:
-    """`document` is a job.json; missing keys are not known."""
-    nodes = [str(node) for node in document.get("nodes") or document.get("node_list") or []]
+    """`document` is a job.json; missing keys are not known. Raises KreaRunnerError where the nodes are no list of names."""
+    nodes = document.get("nodes") or document.get("node_list") or []
+    if not isinstance(nodes, list) or not all(isinstance(node, str) for node in nodes):
+        raise KreaRunnerError(
+            "the nodes of the job are not a list of names",
+            hint='for example {"nodes": ["n1", "n2"], "gpus_per_node": 8}',
+        )
     gpus = _count(document.get("gpus_per_node"))
     tasks = _count(document.get("tasks_per_node"))
     launcher = str(document.get("launcher") or "")
@@ -100,7 +107,7 @@ def from_job(document: Mapping[str, Any]) -> Layout:
     still = document.get("still_running")
     addresses = document.get("node_ips") or {}
     return Layout(
-        nodes=nodes,
+        nodes=list(nodes),
         gpus_per_node=gpus,
         world_size=_count(document.get("world_size")) or gpus * len(nodes),
         launcher=launcher,

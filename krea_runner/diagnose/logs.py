@@ -43,6 +43,7 @@ def diagnose(
             problems.append(str(error))
     if not any(not log.kernel for log in logs):
         raise LogUnreadable("; ".join(problems) or "no log was given", hint="krea-runner diagnose LOG")
+    problems += [log.problem for log in logs if log.problem]
     return replace(_verdict(logs, layout, catalog), problems=tuple(problems))
 
 

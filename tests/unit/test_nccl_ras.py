@@ -1,4 +1,5 @@
-"""Reports of NCCL's RAS port, in the words of the printf calls of src/ras/client_support.cc (tags v2.24.3-1, v2.26.2-1, v2.30.7-1).
+"""Reports of NCCL's RAS port, in the words of the printf calls of src/ras/client_support.cc (tags v2.24.3-1, v2.26.2-1,
+v2.30.7-1).
 
 The real reports behind `STRAGGLERS` and `GARBAGE` are in NVIDIA/nccl issues 1911 (2.26.2) and 1762 (2.27.3).
 """
