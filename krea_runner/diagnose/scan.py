@@ -115,13 +115,14 @@ class _ByShape:
         different = set(shapes)
         if not different <= self.shapes.keys():
             self.learn(different)
-        if not any(map(self.shapes.__getitem__, different)):
+        wanted = {shape: [n for n in self.shapes[shape] if seen[n] < CAP] for shape in different}
+        if not any(wanted.values()):
             return []
         hits: list[tuple[int, int]] = []
         end = -1
         for shape, line in zip(shapes, block.split(b"\n"), strict=True):
             start, end = end + 1, end + 1 + len(line)
-            for number in self.shapes[shape]:
+            for number in wanted[shape]:
                 literal = self.literals[number]
                 at = block.find(literal, start, end + 1)  # with the newline, which a literal may end with
                 while at >= 0:

@@ -197,11 +197,10 @@ def test_log_times_of_all_glog_forms_are_understood() -> None:
 
 
 PIECES = [literal.decode() for literal in CATALOG.literals] + [e for s in CATALOG.signatures for e in s.examples]
-FUZZ_S = float(os.environ.get("KREA_RUNNER_FUZZ_S", "0"))
 
 
 @settings(
-    max_examples=int(FUZZ_S * 200) or 60,
+    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
@@ -227,7 +226,6 @@ FUZZ_S = float(os.environ.get("KREA_RUNNER_FUZZ_S", "0"))
         max_size=60,
     ).map(b"".join)
 )
-@pytest.mark.timeout(max(180, FUZZ_S * 4))
 def test_any_bytes_give_a_verdict(tmp_path: Path, data: bytes) -> None:
     path, kernel = tmp_path / "a.log", tmp_path / "dmesg"
     path.write_bytes(data)

@@ -41,7 +41,7 @@ def test_both_searches_hand_out_the_same_lines_also_where_one_literal_storms(blo
         patch.setattr(scan, "CAP", cap)
         fast, plain = Search(AWKWARD, hyperscan=True), Search(AWKWARD, hyperscan=False)
         assert found(fast, blocks) == found(plain, blocks)
-        assert fast.seen == plain.seen
+        assert [min(count, cap) for count in fast.seen] == [min(count, cap) for count in plain.seen]
 
 
 def test_lines_of_which_no_two_are_alike_are_forgotten_again(monkeypatch: pytest.MonkeyPatch) -> None:
