@@ -95,5 +95,6 @@ def _fail(error: KreaRunnerError) -> NoReturn:
         lines += [f"  {problem}" for problem in error.problems]
     if error.hint:
         lines.append(f"  {error.hint}")
-    sys.stderr.write("\n".join(lines) + "\n")
+    text = "\n".join(lines)  # names of files, and words of others, may be in it
+    sys.stderr.write("".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text) + "\n")
     sys.exit(error.exit_code)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from krea_runner.diagnose.layout import Layout, bus_key
 from krea_runner.diagnose.lines import LogLine, any_time, clean, read_line
-from krea_runner.diagnose.reading import Block, Part, blocks
+from krea_runner.diagnose.reading import Block, LogUnreadable, Part, blocks
 from krea_runner.diagnose.scan import CAP, Search
 from krea_runner.diagnose.signatures import Catalog, Signature, match
 from krea_runner.diagnose.xid import SAME_EVENT_S
@@ -75,6 +75,8 @@ class Log:
     bytes_read: int = 0
     is_cut_short: bool = False
     """It was not read to its end: there was no time."""
+    problem: str = ""
+    """Why the rest of it could not be read."""
 
     def progress_after(self, line: int) -> int:
         return sum(1 for number in self.progress if number > line)
@@ -90,11 +92,12 @@ def read_log(
     kernel: bool = False,
     is_late: Callable[[], bool] = lambda: False,
 ) -> Log:
-    """`is_late` is asked after each block: once it says so, the rest is left unread. Raises LogUnreadable."""
+    """`is_late` is asked after each block: once it says so, the rest is left unread. Raises LogUnreadable where not one byte
+    could be read."""
     log = Log(source.name if isinstance(source, Part) else source, node, kernel)
     search, reader = Search(catalog.literals), _Reader(catalog, layout, log, number)
     tail: deque[Block] = deque()
-    for block in blocks(source):
+    for block in _readable(source, log):
         if log.bytes_read and is_late():
             log.is_cut_short = True
             break
@@ -112,6 +115,16 @@ def read_log(
         log.events.sort(key=lambda event: event.line)
     _look_at_tail(log, tail)
     return log
+
+
+def _readable(source: str | Part, log: Log) -> Iterator[Block]:
+    """A compressed log that ends in the middle is what a crash leaves: what could be unpacked is judged."""
+    try:
+        yield from blocks(source)
+    except LogUnreadable as error:
+        if not log.bytes_read:
+            raise
+        log.problem = str(error)
 
 
 class _Reader:

@@ -63,6 +63,7 @@ def diagnose_parts(
             left_out.append(name)
     if not any(not log.kernel for log in logs):
         raise LogUnreadable("; ".join(problems) or "no log was given", hint="krea-runner diagnose LOG")
+    problems += [log.problem for log in logs if log.problem]
     if left_out:
         more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
         problems.append(f"log not read whole, there was no time: {left_out[0]}{more}")

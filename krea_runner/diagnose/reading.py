@@ -5,16 +5,17 @@ import lzma
 import os
 import stat
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO, cast
 
 from krea_runner.errors import KreaRunnerError, NotFound
 
 BLOCK_BYTES = 256 << 10  # larger ones cost a page fault a page; measured in docs/benchmarks.md
 LINE_BYTES = 64 << 10  # what is kept of a longer line: its head, where the message is
+ZSTD_STEP_BYTES = 512  # four bytes may unpack to 128 kB: of this, 16 MB at the most
 LOG_SUFFIXES = (".log", ".out", ".err", ".txt", ".gz", ".zst", ".xz")
 
 
@@ -45,21 +46,38 @@ def expand(paths: list[str]) -> list[str]:
     """Directories replaced by the logs in them, sorted. Raises NotFound for what is not there, or for an empty directory."""
     found: list[str] = []
     for name in paths:
-        path = Path(name)
         if name == "-":
             found.append(name)
-        elif path.is_dir():
-            inside = [
-                str(item) for item in sorted(path.rglob("*")) if item.is_file() and item.name.endswith(LOG_SUFFIXES)
-            ]
-            if not inside:
-                raise NotFound(f"{name} holds no log", hint=f"logs end in {', '.join(LOG_SUFFIXES)}; or name the files")
-            found += inside
-        elif not path.exists():
-            raise NotFound(f"there is no log {name}", hint="krea-runner status  shows where a run's logs are")
-        else:
-            found.append(name)
+            continue
+        try:
+            mode = os.stat(name).st_mode
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise NotFound(
+                f"there is no log {name}", hint="krea-runner status  shows where a run's logs are"
+            ) from error
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # no permission for a folder above it, a loop of links, a NUL in the name
+            raise LogUnreadable(f"cannot read {name}: {error}", hint="check the permissions") from error
+        found += _logs_in(name) if stat.S_ISDIR(mode) else [name]
     return found
+
+
+def _logs_in(folder: str) -> list[str]:
+    problems: list[OSError] = []
+    names = sorted(
+        os.path.join(here, name)
+        for here, _, names in os.walk(folder, onerror=problems.append)
+        for name in names
+        if name.endswith(LOG_SUFFIXES)
+    )
+    inside = [name for name in names if os.path.isfile(name)]
+    if problems and not inside:
+        raise LogUnreadable(f"cannot read {folder}: {problems[0]}", hint="check the permissions") from problems[0]
+    if not inside:
+        raise NotFound(f"{folder} holds no log", hint=f"logs end in {', '.join(LOG_SUFFIXES)}; or name the files")
+    return inside
 
 
 def blocks(source: str | Part) -> Iterator[Block]:
@@ -69,8 +87,11 @@ def blocks(source: str | Part) -> Iterator[Block]:
     name = part.name
     try:
         with closing(_open(name)) as stream:
-            yield from _lines_of(stream, _start_at(stream, part), part.first_line)
-    except (OSError, EOFError, lzma.LZMAError, ValueError, _zstd_error()) as error:
+            limit, until = _start_at(stream, part), _UntilBroken(stream)
+            yield from _lines_of(until, limit, part.first_line)
+            if until.error is not None:
+                raise until.error
+    except _broken() as error:
         raise LogUnreadable(
             f"cannot read {name}: {error}", hint="check the permissions, or whether it is cut off"
         ) from error
@@ -85,6 +106,30 @@ def _start_at(stream: BinaryIO, part: Part) -> int | None:
         stream.seek(part.begin)
     end = size if part.end is None else min(part.end, size)
     return max(0, end - part.begin)
+
+
+class _UntilBroken:
+    """A stream that ends where reading it fails: what came before is there to be judged."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        # One read of a decompressor may unpack in several steps, and an error in a later one would take all with it.
+        is_packed = isinstance(stream, (gzip.GzipFile, lzma.LZMAFile))
+        self._read: Callable[[int], bytes] = stream.read1 if is_packed else stream.read  # type: ignore[attr-defined]
+        self.error: Exception | None = None
+
+    def read(self, size: int) -> bytes:
+        parts, left = list[bytes](), size
+        try:
+            while left > 0 and (part := self._read(left)):
+                parts.append(part)
+                left -= len(part)
+        except _broken() as error:
+            self.error = error
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _broken() -> tuple[type[Exception], ...]:
+    return (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError, _zstd_error())
 
 
 def _size_limit(stream: BinaryIO) -> int | None:
@@ -105,12 +150,37 @@ def _open(name: str) -> BinaryIO:
     if name.endswith(".xz"):
         return cast(BinaryIO, lzma.open(name, "rb"))
     if name.endswith(".zst"):
+        return cast(BinaryIO, _ZstdFile(name))
+    return cast(BinaryIO, open(name, "rb", buffering=0))
+
+
+class _ZstdFile:
+    """zstandard's own reader ends without a word where the file is cut off."""
+
+    def __init__(self, name: str) -> None:
         import zstandard
 
-        return cast(
-            BinaryIO, zstandard.ZstdDecompressor().stream_reader(Path(name).open("rb"), read_across_frames=True)
-        )
-    return cast(BinaryIO, open(name, "rb", buffering=0))
+        self._new_frame = zstandard.ZstdDecompressor().decompressobj
+        self._frame: zstandard.ZstdDecompressionObj | None = None
+        self._file = open(name, "rb")  # noqa: SIM115 - closed by close()
+        self.close = self._file.close
+
+    def read(self, _size: int) -> bytes:
+        """Some bytes, possibly more than asked for; empty at the end. Raises EOFError in the middle of a frame."""
+        while piece := self._file.read(ZSTD_STEP_BYTES):
+            if unpacked := b"".join(self._unpack(piece)):
+                return unpacked
+        if self._frame is not None:
+            raise EOFError("Compressed file ended before the end of its last frame")
+        return b""
+
+    def _unpack(self, piece: bytes) -> Iterator[bytes]:
+        while piece:
+            frame = self._frame = self._frame or self._new_frame()
+            yield frame.decompress(piece)
+            piece = frame.unused_data
+            if frame.eof:
+                self._frame = None
 
 
 def _zstd_error() -> type[Exception]:
@@ -126,7 +196,7 @@ def newlines(data: bytes) -> int:
     return len(data) - len(data.replace(b"\n", b""))
 
 
-def _lines_of(stream: BinaryIO, limit: int | None, first_line: int | None) -> Iterator[Block]:
+def _lines_of(stream: _UntilBroken, limit: int | None, first_line: int | None) -> Iterator[Block]:
     rest, line, left = b"", 1 if first_line is None else first_line, limit
     skipping = False  # inside a line whose head was already given
     cut_off = first_line is None  # what comes before the first newline is the end of a line
