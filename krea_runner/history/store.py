@@ -17,7 +17,7 @@ from sqlalchemy.exc import IntegrityError
 from krea_runner.config import config_to_json
 from krea_runner.errors import HistoryError, NotFound
 from krea_runner.history.database import Database, open_history_file
-from krea_runner.history.rows import action_of, attempt_of, incident_of, run_of
+from krea_runner.history.rows import action_of, attempt_of, incident_of, run_of, watch_of
 from krea_runner.history.schema import actions, attempts, incidents, runs
 from krea_runner.model import (
     Action,
@@ -28,7 +28,6 @@ from krea_runner.model import (
     Decision,
     Finding,
     Incident,
-    RankWatch,
     Run,
     RunConfig,
     RunState,
@@ -267,9 +266,8 @@ class History:
             ).scalar_one_or_none()
         if stored is None:
             return None
-        values = json.loads(stored)
         try:
-            return Watch(**values | {"ranks": tuple(RankWatch(**rank) for rank in values["ranks"])})
+            return watch_of(json.loads(stored))
         except TypeError:  # another version's: its clocks are begun afresh
             return None
 

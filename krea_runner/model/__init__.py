@@ -13,6 +13,7 @@ from krea_runner.model.incident import (
     Symptom,
 )
 from krea_runner.model.job import AttemptKey, JobRecord, JobState
+from krea_runner.model.learned import Budget, Learned
 from krea_runner.model.observation import (
     Checkpoint,
     CheckpointReading,
@@ -34,6 +35,7 @@ __all__ = [
     "ActionStage",
     "Attempt",
     "AttemptKey",
+    "Budget",
     "Budgets",
     "Checkpoint",
     "CheckpointReading",
@@ -46,6 +48,7 @@ __all__ = [
     "Incident",
     "JobRecord",
     "JobState",
+    "Learned",
     "LogReading",
     "Policy",
     "RankBeat",

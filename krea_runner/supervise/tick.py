@@ -19,6 +19,7 @@ from krea_runner.errors import (
 )
 from krea_runner.history.store import History, Lease, LeaseLost
 from krea_runner.history.ticks import TickRecord, record_tick
+from krea_runner.history.watches import last_watch
 from krea_runner.model import (
     ActionStage,
     Attempt,
@@ -353,7 +354,8 @@ def _attempt_of(
 
 def _remembered(supervisor: Supervisor, attempt: Attempt) -> Watch | None:
     in_memory = supervisor.memory.get(attempt.attempt_id)
-    return in_memory if in_memory is not None else supervisor.history.watch(attempt.attempt_id)
+    # Of a new attempt nothing is known but what the run's earlier ones taught.
+    return in_memory if in_memory is not None else last_watch(supervisor.history, attempt.run_id)
 
 
 def _remember(supervisor: Supervisor, attempt: Attempt, watch: Watch | None) -> None:
