@@ -22,6 +22,7 @@ _LEAST_WEIGHT = 1e-3
 # Steps are called slow at this many times their usual length, for this long.
 SLOW = 3.0
 SLOW_FOR_S = 600.0
+SLOW_WEIGHT = 0.1  # of such a step among those that tell what is usual: it takes long to become that
 _RECENT_S = 300.0  # the memory of how long steps take at present
 
 
@@ -35,16 +36,16 @@ class Rule:
     ceiling_s: float
     usual: float = 2.0
     most: float = 2.0
-    longest: float = 2.0
-    enough: int = 3
+    longest: float = 3.0
+    enough: int = 5
     watched_s: float = 0.0
 
 
 RULES = {
-    "startup": Rule(900, 7200, longest=3, enough=1),
+    "startup": Rule(900, 7200, enough=1),
     "compile": Rule(300, 3600),
-    "step": Rule(120, 3600, usual=5, most=3, enough=20, watched_s=3600),
-    "data": Rule(120, 3600, usual=5, most=3, enough=20, watched_s=3600),
+    "step": Rule(120, 3600, usual=5, most=3, longest=2, enough=20, watched_s=3600),
+    "data": Rule(120, 3600, usual=5, most=3, longest=2, enough=20, watched_s=3600),
     "checkpoint": Rule(600, 7200),
     "evaluation": Rule(600, 7200),
     "shutdown": Rule(300, 3600),
@@ -72,12 +73,14 @@ class Waits:
     at_s: float = 0.0
     bins: tuple[tuple[int, float], ...] = ()
 
-    def with_wait(self, usual_s: float, longest_s: float, during_s: float, now_s: float) -> "Waits":
+    def with_wait(
+        self, usual_s: float, longest_s: float, during_s: float, now_s: float, weight: float = 1.0
+    ) -> "Waits":
         passed_s = max(0.0, now_s - self.at_s)
         kept = 0.5 ** (passed_s / HALF_LIFE_S)
         number = round(math.log2(max(usual_s, 1e-3)) * _BINS_AN_OCTAVE)
-        weights = {bin_: weight * kept for bin_, weight in self.bins if weight * kept > _LEAST_WEIGHT}
-        weights[number] = weights.get(number, 0.0) + 1.0
+        weights = {known: had * kept for known, had in self.bins if had * kept > _LEAST_WEIGHT}
+        weights[number] = weights.get(number, 0.0) + weight
         return Waits(
             phase=self.phase,
             count=self.count + 1,
@@ -119,13 +122,14 @@ class Learned:
         known = self.of(phase)
         if known is None and len(self.waits) >= PHASES_KEPT:
             return replace(self, watched_s=now_s)
-        after = (known or Waits(phase, at_s=now_s)).with_wait(usual_s, longest_s, during_s, now_s)
         others = [waits for waits in self.waits if waits.phase != phase]
-        recent_s, slow_for_s = self.recent_s, self.slow_for_s
+        recent_s, slow_for_s, is_slow = self.recent_s, self.slow_for_s, False
         if phase == "step":
             recent_s = _towards(recent_s, usual_s, during_s)
-            slow = known is not None and _is_known(known) and recent_s >= _slow_s(known)
-            slow_for_s = slow_for_s + during_s if slow else 0.0
+            is_slow = known is not None and _is_known(known) and recent_s >= slow_above_s(known)
+            slow_for_s = slow_for_s + during_s if is_slow else 0.0
+        weight = SLOW_WEIGHT if is_slow else 1.0
+        after = (known or Waits(phase, at_s=now_s)).with_wait(usual_s, longest_s, during_s, now_s, weight)
         return replace(
             self, waits=(*others, after), watched_s=now_s, recent_s=recent_s, slow_for_s=slow_for_s,
             lag_s=self.lag_s * 0.5 ** (during_s / LONGEST_HALF_LIFE_S),
@@ -149,7 +153,9 @@ class Learned:
             return replace(first if first.seconds >= after.seconds else after, is_learned=True)
         waits = self.of(phase)
         without_s = budgets.for_phase(phase)
-        if phase == "step" and (first_steps := self.of("compile")) is not None:  # the best that is known of steps so far
+        if (
+            phase == "step" and (first_steps := self.of("compile")) is not None
+        ):  # the best that is known of steps so far
             without_s = max(without_s, first_steps.longest_s * RULES["compile"].longest)
         return _learned_budget(waits, RULES.get(phase, OTHER), without_s)
 
@@ -167,7 +173,8 @@ def _is_known(waits: Waits) -> bool:
     return waits.count >= rule.enough and waits.watched_s >= rule.watched_s
 
 
-def _slow_s(steps: Waits) -> float:
+def slow_above_s(steps: Waits) -> float:
+    """Steps that take this long are slow: also by how uneven they are anyway."""
     return max(SLOW * steps.quantile_s(0.5), steps.quantile_s(0.95))
 
 
@@ -176,10 +183,10 @@ def _learned_budget(waits: Waits | None, rule: Rule, without_s: float) -> Budget
         return Budget(without_s, "nothing learned yet", is_learned=True)
     usual_s, most_s = waits.quantile_s(0.5), waits.quantile_s(0.95)
     terms = {
-        f"{rule.usual:g} times the usual {usual_s:.1f} s + {VISIBLE_S:g} s": rule.usual * usual_s + VISIBLE_S,
-        f"{rule.most:g} times {most_s:.1f} s, which 19 of 20 stay under, + {VISIBLE_S:g} s": rule.most * most_s
-        + VISIBLE_S,
+        f"{rule.usual:g} times the usual {usual_s:.1f} s": rule.usual * usual_s,
+        f"{rule.most:g} times {most_s:.1f} s, which 19 of 20 stay under": rule.most * most_s,
         f"{rule.longest:g} times the longest, {waits.longest_s:.1f} s": rule.longest * waits.longest_s,
+        f"the longest, {waits.longest_s:.1f} s, seen {VISIBLE_S:g} s late": waits.longest_s + VISIBLE_S,
     }
     if _is_known(waits):
         terms["the least for this phase"] = rule.floor_s

@@ -99,6 +99,8 @@ class Watch:
     behind: tuple[tuple[str, float], ...] = ()
     """(node, share of late looks at which it was at a lower step than others), where that is worth a word."""
     learned: Learned = field(default_factory=Learned)
+    slow_said: bool = False
+    """That it has become slow was news once, and is no more."""
 
     @property
     def is_warming_up(self) -> bool:

@@ -56,6 +56,7 @@ def advance_watch(
         unseen_since_mono=(mono if old.unseen_since_mono is None else old.unseen_since_mono) if some_unseen else None,
         behind=_behind(old.behind, seen.values()),
         learned=old.learned,
+        slow_said=old.slow_said and old.learned.is_slow,
     )
     if unwatched_s or not moved or old.unseen_since_mono is not None:
         return watch
@@ -87,31 +88,41 @@ def _learn(old: Watch, watch: Watch, known: dict[int, RankWatch], budgets: Budge
     """The gang has just moved. How long it had not is judged against a budget, so that is what is learned; a silence that was
     judged a hang, and ended all the same, is not."""
     learned, mono, looked_mono = old.learned, watch.looked_mono, old.looked_mono
+    if mono is None or looked_mono is None:  # the first look: since when it runs is not known
+        return learned
+    if old.first_step is None:
+        startup_s = mono - watch.since_mono
+        return learned if watch.first_step is None else learned.with_wait("startup", startup_s, startup_s, startup_s)
     before = [rank for rank in old.ranks if rank.phase != DONE]
-    if not before or mono is None or looked_mono is None:
+    if not before:
         return learned
     learned = replace(learned, lag_s=max(learned.lag_s, _lag_s(watch, known, mono)))
-    if old.first_step is None:
-        if watch.first_step is None:
-            return learned
-        startup_s = mono - watch.since_mono
-        return learned.with_wait("startup", startup_s, startup_s, startup_s)
-
-    def budget_s(rank: RankWatch) -> float:
-        own_s = rank.phase_budget_s
-        return learned.budget(rank.phase, budgets, warm_up=old.is_warming_up).seconds if own_s is None else own_s
-
-    budget_of = {(rank.phase, rank.phase_budget_s): budget_s(rank) for rank in before}
-    patient = max(before, key=lambda rank: budget_of[rank.phase, rank.phase_budget_s])
+    phase, allowed_s = _patient(
+        learned, {(rank.phase, rank.phase_budget_s) for rank in before}, budgets, old.is_warming_up
+    )
     last_mono = max(rank.beat_moved_mono for rank in before)
     during_s, silent_s = mono - last_mono, looked_mono - last_mono
-    if silent_s > budget_of[patient.phase, patient.phase_budget_s] * budgets.second_look:
+    if silent_s > allowed_s * budgets.second_look:
         return learned
     beats = max(rank.beat - known[rank.rank].beat for rank in watch.ranks if rank.rank in known)
     usual_s = during_s / max(1, beats)
-    phase = "compile" if patient.phase == "step" and old.is_warming_up else patient.phase
+    if phase == "step" and old.is_warming_up:
+        phase = "compile"
     # Between two looks many beats may have passed: then their mean is what is known, and the silence that was seen.
     return learned.with_wait(phase, usual_s, max(usual_s, silent_s), during_s)
+
+
+def _patient(
+    learned: Learned, phases: set[tuple[str, float | None]], budgets: Budgets, warm_up: bool
+) -> tuple[str, float]:
+    """The phase that allows the longest wait, and how long: what the gang waited for."""
+
+    def allowed_s(phase: tuple[str, float | None]) -> float:
+        name, own_s = phase
+        return learned.budget(name, budgets, warm_up=warm_up).seconds if own_s is None else own_s
+
+    patient = max(sorted(phases, key=str), key=allowed_s)
+    return patient[0], allowed_s(patient)
 
 
 def _lag_s(watch: Watch, known: dict[int, RankWatch], mono: float) -> float:

@@ -23,7 +23,6 @@ from krea_runner.model import (
 )
 from krea_runner.observe.watch import advance_watch
 
-
 PHASES = ("startup", "compile", "step", "data", "checkpoint", "evaluation", "shutdown", "default")
 
 

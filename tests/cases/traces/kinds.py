@@ -37,11 +37,16 @@ HEALTHY: dict[str, Shape] = {
     "compile pauses": replace(
         USUAL, startup_s=(300, 1500), compile_s=(60, 400), recompile_every_s=5400, recompile_s=(20, 100)
     ),
+    "long pauses, undeclared": replace(USUAL, recompile_every_s=1500, recompile_s=(150, 220)),
+    "a rare pause": replace(USUAL, recompile_every_s=9000, recompile_s=(95, 115)),
     "data waits": replace(USUAL, data_s=(0, 60)),
     "slow drift": replace(USUAL, step_s=10, drift_an_hour=1.25),
     "NFS lumps": replace(USUAL, lump_s=(60, 90)),
     "NFS lumps, one node": replace(USUAL, nodes=1, lump_s=(60, 90)),
     "NFS lumps, steps of 25 s": replace(USUAL, step_s=25, spread=0.3, log_every_steps=1, lump_s=(60, 90)),
+    "NFS lumps from the third hour, steps of 23 s": replace(
+        USUAL, step_s=23, spread=0.3, log_every_steps=1, lump_s=(60, 90), lump_from_s=7200
+    ),
     "NFS lumps, slow steps": replace(USUAL, slow_share=0.01, slow_s=(10, 60), lump_s=(60, 90)),
     "file system away 1 to 8 min": replace(USUAL, away_every_s=3600, away_s=(60, 480)),
     "clocks apart and stepping": replace(USUAL, skew_s=600),

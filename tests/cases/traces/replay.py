@@ -4,7 +4,7 @@ import json
 import random
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -56,7 +56,9 @@ def config_for(shape: Shape, budgets: Budgets | None = None) -> RunConfig:
 class Watcher:
     """The supervisor's side: its clock, its memory, and what befalls it."""
 
-    def __init__(self, world: World, how: Watching, seed: int, folder: Path | None, memory: Watch | None = None) -> None:
+    def __init__(
+        self, world: World, how: Watching, seed: int, folder: Path | None, memory: Watch | None = None
+    ) -> None:
         self.world, self.how, self.rng, self.folder = world, how, random.Random(seed), folder
         config = config_for(world.shape)
         self.run = Run(1, "trace", "alice", config, RunState.ACTIVE, "", "7", "t", WALL)
@@ -134,13 +136,18 @@ def slot(beat: RankBeat, attempt: str) -> bytes:
     return padded + b" crc=%08x\n" % zlib.crc32(padded)
 
 
-def healthy(shape: Shape, how: Watching, seed: int, hours: float, folder: Path | None = None) -> Outcome:
-    """Watch a run that never hangs. Its outcome holds what was held against it."""
+def healthy(
+    shape: Shape, how: Watching, seed: int, hours: float, folder: Path | None = None,
+    each: Callable[[Snapshot], None] | None = None,
+) -> Outcome:  # fmt: skip
+    """Watch a run that never hangs. Its outcome holds what was held against it; `each` is shown every look."""
     world = World(shape, seed)
     watcher = Watcher(world, how, seed + 1, folder if how.through_files else None)
     outcome = Outcome()
     for t, snapshot in watcher.looks(hours * 3600):
         judgement = judge_hang(snapshot)
+        if each is not None:
+            each(snapshot)
         if judgement.is_slow:
             outcome.slow_lines.add(judgement.line)
         outcome.hours = t / 3600
@@ -151,7 +158,9 @@ def healthy(shape: Shape, how: Watching, seed: int, hours: float, folder: Path |
     return outcome
 
 
-def hung(hang: Hang, how: Watching, seed: int, hours: float, folder: Path | None = None, memory: Watch | None = None) -> Outcome:
+def hung(
+    hang: Hang, how: Watching, seed: int, hours: float, folder: Path | None = None, memory: Watch | None = None
+) -> Outcome:
     """A run that is healthy for `hours` and then hangs: `noticed_s` is from the hang to the verdict. `memory` is what an
     earlier attempt has left."""
     world = World(hang.shape, seed)

@@ -36,6 +36,7 @@ class Shape:
     slower_at_s: float = math.inf
     slower: float = 1.0
     lump_s: tuple[float, float] | None = None  # between two moments at which a node's file is fetched anew
+    lump_from_s: float = 0.0
     away_every_s: float = 0  # the watcher's file system shows nothing new
     away_s: tuple[float, float] = (0, 0)
     skew_s: float = 0.0  # of the nodes' clocks; they also step by an hour
@@ -67,19 +68,18 @@ class World:
 
     def look(self, t: float) -> tuple[list[tuple[int, int, int, int, int, str]], int]:
         """At `t`: (rank, node, beat, flush, step, phase) of each rank whose slot is written, and the size of the logs."""
-        if self.shape.lump_s is not None:
+        lumpy = self.shape.lump_s is not None and t >= self.shape.lump_from_s
+        if lumpy:
             self._fetch_lumps(t)
         self.advance(t)
         if t >= self._away_next:
             self.away_until = t + self.rng.uniform(*self.shape.away_s)
             self._away_next = self.away_until + self._after(self.shape.away_every_s)
-        if t >= self.away_until and self.shape.lump_s is None:
+        if t >= self.away_until and not lumpy:
             for node in range(self.shape.nodes):
                 self._fetch(node)
             self._log_shown = self.log_bytes
-        return [
-            (slot[0], node, *slot[1:]) for node, slots in enumerate(self._shown) for slot in slots
-        ], self._log_shown
+        return [(slot[0], node, *slot[1:]) for node, slots in enumerate(self._shown) for slot in slots], self._log_shown
 
     def _fetch_lumps(self, t: float) -> None:
         while True:
