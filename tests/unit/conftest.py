@@ -127,7 +127,7 @@ class Gang4:
         )
         self.watch = advance_watch(
             self.watch, reading, attempt="7.r0", log_size_bytes=self.log_size, epoch_id=self.clock.epoch_id(),
-            mono=self.clock.mono(), wall=self.clock.wall(),
+            mono=self.clock.mono(), wall=self.clock.wall(), budgets=self.run.config.budgets,
         )  # fmt: skip
         return Snapshot(
             run=self.run,
