@@ -30,7 +30,7 @@ def budgets_sheet(explanation: Explanation) -> Sheet:
         Row(
             (one_line(one.phase), seconds(one.budget_s), str(one.waits), seconds(one.usual_s), seconds(one.most_s),
              seconds(one.longest_s), one_line(one.why)),
-            notes=(Note(one_line(one.why)),),
+            notes=(Note(one_line(one.why)),) if one.waits else (),
         )
         for one in explanation.budgets
     ]  # fmt: skip

@@ -1,9 +1,10 @@
 """Hundreds of healthy hours and of hangs through the real detector, on a virtual clock. Prints two tables; asserts nothing.
 
-    python -m tests.bench.bench_hang [--hours 4] [--seeds 1]
+    python -m tests.bench.bench_hang [--hours 4] [--seeds 1] [--first-seed 0]
 
 The rivals' rules are run over the same healthy traces: no progress for 600 s, which is the default of PyTorch's NCCL watchdog, of
-DLRover and (about) of Ray Train; five times the longest wait seen, which is nvidia-resiliency-ext's.
+DLRover and (about) of Ray Train; five times the longest wait seen, which is nvidia-resiliency-ext's factor (it can also tell
+phases apart, where they are declared to it).
 """
 
 import argparse
@@ -71,13 +72,18 @@ def one_hung(kind: str, watching: str, seed: int, stage: str) -> tuple[str, str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hours", type=float, default=4.0, help="of each healthy kind under each way of watching")
-    parser.add_argument("--seeds", type=int, default=1, help="hangs of each kind, stage and way of watching")
+    parser.add_argument("--seeds", type=int, default=1, help="traces of each kind and way of watching")
+    parser.add_argument("--first-seed", type=int, default=0)
     args = parser.parse_args()
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        good = [pool.submit(one_healthy, kind, how, 0, args.hours) for kind in HEALTHY for how in WATCHING]
+        good = [
+            pool.submit(one_healthy, kind, how, seed, args.hours)
+            for kind in HEALTHY for how in WATCHING for seed in range(args.first_seed, args.first_seed + args.seeds)
+        ]  # fmt: skip
         bad = [
             pool.submit(one_hung, kind, how, seed, stage)
-            for kind in HANGS for how in WATCHING for seed in range(args.seeds) for stage in STAGES
+            for kind in HANGS for how in WATCHING for stage in STAGES
+            for seed in range(args.first_seed, args.first_seed + args.seeds)
         ]  # fmt: skip
         print_healthy([future.result() for future in good])
         print_hangs([future.result() for future in bad])
