@@ -171,8 +171,8 @@ class Scheduler(Protocol):
     def nodes(self, names: Sequence[str] | None = None) -> dict[str, NodeRecord]:
         """The nodes of that name, or all; one call however many. An absent one is not known to the scheduler."""
 
-    def placement(self, job_id: str) -> Placement:
-        """Raises: JobNotFound."""
+    def placements(self, job_ids: Sequence[str]) -> dict[str, Placement]:
+        """Of those jobs that the scheduler knows; one call however many."""
 
     def exclude(self, job_id: str, names: Sequence[str]) -> None:
         """Add to the excluded nodes of a job that is PENDING, or COMPLETING after a requeue.

@@ -174,8 +174,9 @@ class LocalScheduler:
     def nodes(self, names: Sequence[str] | None = None) -> dict[str, NodeRecord]:
         return self._nodes.records(names)
 
-    def placement(self, job_id: str) -> Placement:
-        return Placement((PARTITION,), excluded=tuple(load(self._home(job_id)).excluded))
+    def placements(self, job_ids: Sequence[str]) -> dict[str, Placement]:
+        jobs = [load(home) for job_id in job_ids if (home := self._home(job_id)).is_dir()]
+        return {job.job_id: Placement((PARTITION,), excluded=tuple(job.excluded)) for job in jobs}
 
     def exclude(self, job_id: str, names: Sequence[str]) -> None:
         home = self._home(job_id)

@@ -166,12 +166,19 @@ class SlurmCli:
     def nodes(self, names: Sequence[str] | None = None) -> dict[str, NodeRecord]:
         return slurm_nodes.parse_nodes(self._ask(slurm_nodes.NODES_ARGV, doing="asking for nodes").stdout, names)
 
-    def placement(self, job_id: str) -> Placement:
-        done = self._ask(slurm_nodes.placement_argv(checked_id(job_id)), doing=f"asking for the nodes of job {job_id}")
-        return slurm_nodes.parse_placement(done.stdout)
+    def placements(self, job_ids: Sequence[str]) -> dict[str, Placement]:
+        if not job_ids:
+            return {}
+        argv = slurm_nodes.placements_argv([checked_id(job_id) for job_id in job_ids])
+        return slurm_nodes.parse_placements(self._ask(argv, doing="asking for the nodes of jobs").stdout)
 
     def exclude(self, job_id: str, names: Sequence[str]) -> None:
-        excluded = dict.fromkeys((*self.placement(job_id).excluded, *names))
+        placement = self.placements([job_id]).get(job_id)
+        if placement is None:
+            raise JobNotFound(
+                f"excluding nodes from job {job_id}: Slurm does not know it", hint="your jobs: squeue --me"
+            )
+        excluded = dict.fromkeys((*placement.excluded, *names))
         argv = ["scontrol", "update", f"jobid={checked_id(job_id)}", f"ExcNodeList={','.join(excluded)}"]
         self._ask(argv, doing=f"excluding nodes from job {job_id}")
 

@@ -344,7 +344,7 @@ def test_an_excluded_node_is_not_used_after_a_requeue_and_the_users_own_exclusio
     with pytest.raises(SchedulerError, match="Invalid node name"):
         bench.scheduler.exclude(job_id, ["no-such-node"])
     bench.scheduler.exclude(job_id, bad)
-    assert set(bench.scheduler.placement(job_id).excluded) == {own, *bad}
+    assert set(bench.scheduler.placements([job_id])[job_id].excluded) == {own, *bad}
     bench.start_again(job_id)
     assert not {own, *bad} & set(expand(bench.wait(job_id, JobState.RUNNING).nodelist))
     wait_until(lambda: bench.output(job_id).count("on ") == 2, "the second start", lambda: bench.output(job_id))
@@ -361,7 +361,7 @@ def test_a_start_with_exclusions_replaces_them_in_one_call(bench: Bench) -> None
     time.sleep(math.floor(now) + 1.15 - now)
     bench.scheduler.start_now(job_id, [one])
     assert expand(bench.wait(job_id, JobState.RUNNING).nodelist) == [two]
-    assert bench.scheduler.placement(job_id).excluded == (one,)
+    assert bench.scheduler.placements([job_id])[job_id].excluded == (one,)
 
 
 def test_a_new_job_with_exclusions_has_them_in_place_of_its_scripts_own(bench: Bench) -> None:
@@ -369,7 +369,7 @@ def test_a_new_job_with_exclusions_has_them_in_place_of_its_scripts_own(bench: B
     bench.submit("sleep 600", nodes=1, tasks=1, more=f"#SBATCH --exclude={own}")
     job_id = bench.scheduler.submit(bench.folder / "script-0", tag="krea/test", excluded=[own, bad])
     bench.jobs.append(job_id)
-    assert set(bench.scheduler.placement(job_id).excluded) == {own, bad}
+    assert set(bench.scheduler.placements([job_id])[job_id].excluded) == {own, bad}
     assert not {own, bad} & set(expand(bench.wait(job_id, JobState.RUNNING).nodelist))
     with pytest.raises(SchedulerError) as refused:
         bench.scheduler.submit(bench.folder / "script-0", tag="krea/test", excluded=["no-such-node"])
