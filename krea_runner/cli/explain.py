@@ -27,7 +27,7 @@ def explain(
     from krea_runner.clock import SystemClock
     from krea_runner.diagnose.explain import explain_hang
     from krea_runner.errors import NotFound
-    from krea_runner.history.watches import last_watch
+    from krea_runner.history.last_watch import last_watch
     from krea_runner.report.explain import budgets_sheet, rules_sheet
     from krea_runner.report.words import one_line, seconds
 

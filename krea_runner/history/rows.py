@@ -17,14 +17,11 @@ from krea_runner.model import (
     Finding,
     Incident,
     JobState,
-    RankWatch,
     Run,
     RunState,
     Suspect,
     Symptom,
-    Watch,
 )
-from krea_runner.model.learned import learned_of
 
 
 def run_of(row: sa.Row[Any]) -> Run:
@@ -102,16 +99,4 @@ def action_of(row: sa.Row[Any]) -> Action:
         created_at=row.created_at,
         updated_at=row.updated_at,
         detail=row.detail,
-    )
-
-
-def watch_of(document: dict[str, Any]) -> Watch:
-    """Raises: TypeError, when another version wrote it."""
-    return Watch(
-        **document
-        | {
-            "ranks": tuple(RankWatch(**rank) for rank in document["ranks"]),
-            "behind": tuple((node, share) for node, share in document.get("behind", ())),
-            "learned": learned_of(document.get("learned")),
-        }
     )

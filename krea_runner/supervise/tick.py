@@ -17,9 +17,9 @@ from krea_runner.errors import (
     SchedulerError,
     fault_line,
 )
+from krea_runner.history.last_watch import last_watch
 from krea_runner.history.store import History, Lease, LeaseLost
 from krea_runner.history.ticks import TickRecord, record_tick
-from krea_runner.history.watches import last_watch
 from krea_runner.model import (
     ActionStage,
     Attempt,

@@ -8,7 +8,7 @@ import pytest
 
 from krea_runner.diagnose.explain import explain_hang
 from krea_runner.diagnose.hang import judge_hang
-from krea_runner.history.rows import watch_of
+from krea_runner.history.watches import watch_from_text, watch_to_text
 from krea_runner.model import Budgets, Learned
 from krea_runner.model.learned import PHASES_KEPT, RULES
 
@@ -151,7 +151,7 @@ def test_what_was_learned_outlives_the_attempt_the_watching_host_and_the_databas
     auto.pass_time(60, beating=ALL)
     learned = auto.watch.learned
     assert learned.of("step").count > 40
-    auto.watch = watch_of(json.loads(json.dumps(asdict(auto.watch))))
+    auto.watch = watch_from_text(watch_to_text(auto.watch))
     auto.clock.host = "login2/other"
     auto.look()
     assert auto.watch.learned.waits == learned.waits

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from krea_runner.history.last_watch import last_watch
 from krea_runner.history.store import open_history
-from krea_runner.history.watches import last_watch
 from krea_runner.model import AttemptKey, Budgets, Learned, RunState
 from krea_runner.rundir import RunDir
 

@@ -1,16 +1,15 @@
 """Drives the real memory and the real judgement through a trace."""
 
-import json
 import random
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from krea_runner.diagnose.hang import judge_hang
 from krea_runner.heartbeat import FORMAT, SLOT
-from krea_runner.history.rows import watch_of
+from krea_runner.history.watches import watch_from_text, watch_to_text
 from krea_runner.model import (
     Attempt,
     AttemptKey,
@@ -84,7 +83,7 @@ class Watcher:
                 t += self.how.pause_s
                 self.pause_at = t + self.world._after(self.how.pause_every_s)
             if t >= self.restart_at and self.watch is not None:
-                self.watch = watch_of(json.loads(json.dumps(asdict(self.watch))))
+                self.watch = watch_from_text(watch_to_text(self.watch))
                 self.restart_at = t + self.world._after(self.how.restart_every_s)
             if t >= self.move_at:
                 self.host, self.base = self.host + 1, self.rng.uniform(0, 1e6)
