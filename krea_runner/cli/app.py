@@ -38,6 +38,7 @@ def _app() -> "typer.Typer":  # Typer is loaded here, not at the top
         demo,
         diagnose,
         doctor,
+        explain,
         history,
         nodes,
         resume,
@@ -82,7 +83,7 @@ def _app() -> "typer.Typer":  # Typer is loaded here, not at the top
     app.add_typer(nodes.app, name="nodes")
     for verb in (
         check.check, submit.submit, adopt.adopt, supervise.supervise, status.status, history.history, stop.stop,
-        resume.resume, diagnose.diagnose, doctor.doctor, demo.demo,
+        resume.resume, diagnose.diagnose, explain.explain, doctor.doctor, demo.demo,
     ):  # fmt: skip
         app.command()(verb)
     app.add_typer(diagnose.signatures, name="signatures")

@@ -209,6 +209,7 @@ def _build(values: dict[str, dict[str, Any]], base: Path) -> RunConfig:
     workdir = _below(base, run.get("workdir", "."))
     directory = checkpoint.pop("dir", None)
     second_look = {"second_look": budgets.pop("second_look")} if "second_look" in budgets else {}
+    budgets = {phase: value for phase, value in budgets.items() if value is not None}  # the others learn
     policy = {("window_s" if key == "window" else key): value for key, value in values["policy"].items()}
     return RunConfig(
         name=run["name"],
@@ -223,7 +224,7 @@ def _build(values: dict[str, dict[str, Any]], base: Path) -> RunConfig:
         env=MappingProxyType(values["env"]),
         gang=Gang(**values["gang"]),
         slurm=MappingProxyType(values["slurm"]),
-        budgets=Budgets(**{f"{key}_s": value for key, value in budgets.items()}, **second_look),
+        budgets=Budgets(**{f"{key}_s": value for key, value in budgets.items()}, **second_look, fixed=tuple(budgets)),
         checkpoint=CheckpointSpec(directory=_below(workdir, directory) if directory else None, **checkpoint),
         policy=Policy(**policy),
     )

@@ -15,6 +15,7 @@ from krea_runner.model.incident import (
     Symptom,
 )
 from krea_runner.model.job import AttemptKey, JobRecord, JobState
+from krea_runner.model.learned import Budget, Learned
 from krea_runner.model.observation import (
     Checkpoint,
     CheckpointReading,
@@ -37,6 +38,7 @@ __all__ = [
     "ActionStage",
     "Attempt",
     "AttemptKey",
+    "Budget",
     "Budgets",
     "Checkpoint",
     "CheckpointReading",
@@ -50,6 +52,7 @@ __all__ = [
     "Incident",
     "JobRecord",
     "JobState",
+    "Learned",
     "LogReading",
     "Policy",
     "RankBeat",

@@ -37,7 +37,9 @@ def observe(run: Run, job: JobRecord | None, attempt: Attempt | None, memory: Wa
         mono=mono,
         job=job,
         attempt=attempt,
-        watch=_watch(attempt, memory, heartbeats, log, clock.epoch_id(), mono, wall) if _counts(job, attempt) else None,
+        watch=_watch(run, attempt, memory, heartbeats, log, clock.epoch_id(), mono, wall)
+        if _counts(job, attempt)
+        else None,
         heartbeats=heartbeats,
         checkpoints=checkpoints,
         log=log,
@@ -52,6 +54,7 @@ def _counts(job: JobRecord | None, attempt: Attempt) -> bool:
 
 
 def _watch(
+    run: Run,
     attempt: Attempt,
     memory: Watch | None,
     heartbeats: HeartbeatReading,
@@ -68,4 +71,5 @@ def _watch(
         epoch_id=epoch_id,
         mono=mono,
         wall=wall,
+        budgets=run.config.budgets,
     )

@@ -17,6 +17,7 @@ from krea_runner.errors import (
     SchedulerError,
     fault_line,
 )
+from krea_runner.history.last_watch import last_watch
 from krea_runner.history.store import History, Lease, LeaseLost
 from krea_runner.history.ticks import TickRecord, record_tick
 from krea_runner.model import (
@@ -214,6 +215,7 @@ def _tick_run(
     attempt = updated(attempt, snapshot, finding)
     snapshot = replace(snapshot, attempt=attempt)
     hang = judge_hang(snapshot)
+    snapshot, newly_slow = _slow_is_said(snapshot, hang.is_slow)
     quiet = line is None and finding is None and hang.finding is None and job.state is not JobState.COMPLETED
     if not supervisor.dry_run:
         if not quiet:
@@ -223,8 +225,16 @@ def _tick_run(
     if quiet:
         report.snapshots.append(snapshot)
         text = hang.line if job.state is JobState.RUNNING else queue_line(job)
-        return RunLine(run, text, blind=hang.blind)
+        return RunLine(run, text, blind=hang.blind, news=newly_slow)
     return line or _conclude(supervisor, snapshot, attempt, finding or hang.finding, lease)
+
+
+def _slow_is_said(snapshot: Snapshot, is_slow: bool) -> tuple[Snapshot, bool]:
+    """Becoming slow is news once; remembered with the watch, so that cron does not mail it each minute."""
+    watch = snapshot.watch
+    if watch is None or not is_slow or watch.slow_said:
+        return snapshot, False
+    return replace(snapshot, watch=replace(watch, slow_said=True)), True
 
 
 def _conclude(
@@ -359,7 +369,8 @@ def _attempt_of(
 
 def _remembered(supervisor: Supervisor, attempt: Attempt) -> Watch | None:
     in_memory = supervisor.memory.get(attempt.attempt_id)
-    return in_memory if in_memory is not None else supervisor.history.watch(attempt.attempt_id)
+    # Of a new attempt nothing is known but what the run's earlier ones taught.
+    return in_memory if in_memory is not None else last_watch(supervisor.history, attempt.run_id)
 
 
 def _remember(supervisor: Supervisor, attempt: Attempt, watch: Watch | None) -> None:

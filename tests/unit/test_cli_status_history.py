@@ -300,6 +300,14 @@ def test_live_run_from_submit_to_stop(state: Path, tmp_path: Path) -> None:
         watched = wait_for(state, lambda run: run["judgement"].startswith("in progress"))
         assert watched["last_beat_age_s"] is not None
 
+        explained = json.loads(krea(state, "explain", "live run", "--json").stdout)
+        assert explained["rules"][0]["rule"].startswith("no beat in")
+        assert 0 < explained["rules"][0]["left_s"] <= explained["rules"][0]["budget_s"]
+        assert explained["blind_for_s"] is None
+        shown_to_people = krea(state, "explain", "live run").stdout
+        assert "RULE" in shown_to_people
+        assert re.search(r"step +5m00s +", shown_to_people)
+
         torn = tmp_path / "runs" / shown_slug(tmp_path) / "heartbeats" / "1.r0" / "zz.hb"
         torn.write_bytes(b"\xff" * 100)
         blind = wait_for(state, lambda run: run["could_not_see"] != [])
