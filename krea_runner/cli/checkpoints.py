@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from krea_runner.cli import checkpoints_advise, checkpoints_bench, checkpoints_prune
+from krea_runner.cli import checkpoints_advise, checkpoints_prune
 
 if TYPE_CHECKING:
     from krea_runner.model import CheckpointSpec, Run
@@ -32,7 +32,7 @@ class Depth(StrEnum):
 
 @app.callback()
 def checkpoints() -> None:
-    """List, verify and prune checkpoints; advise on the interval; measure the file system.
+    """List, verify and prune checkpoints; advise on the interval.
 
     Example: krea-runner checkpoints ls llm-7b
     """
@@ -79,7 +79,6 @@ def verify(
 
 checkpoints_prune.register(app)
 checkpoints_advise.register(app)
-checkpoints_bench.register(app)
 
 
 # ------------------------------------------------------------------------------------------------------------- inside

@@ -11,12 +11,11 @@ from krea_runner.errors import KreaRunnerError
 from krea_runner.history.store import History
 from krea_runner.model import Run, RunState
 from krea_runner.observe.checkpoints.contents import read_json
-from krea_runner.observe.checkpoints.examine import Examined, State, pointed_at
+from krea_runner.observe.checkpoints.examine import DELETED, Examined, State, pointed_at
 from krea_runner.observe.checkpoints.tree import CheckpointError, walk
 from krea_runner.observe.resumed import resumed_step
 from krea_runner.rundir import RunDir
 
-DELETED = ".krea-deleted."
 _VALUE = re.compile(r"([A-Za-z][\w/.]*)=(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)")
 
 

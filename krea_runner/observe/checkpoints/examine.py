@@ -27,6 +27,8 @@ from krea_runner.observe.checkpoints.tree import AT_ONCE, CheckpointError, Tree,
 # A save that has not been finished and that nobody has written to for this long was given up.
 GIVEN_UP_S = 900.0
 MOST_REASONS = 5
+# What `checkpoints prune` has renamed and not deleted yet.
+DELETED = ".krea-deleted."
 # How frameworks write the step into a name; the first that matches counts. Without one, a number at its end.
 _STEP = re.compile(r"(?:checkpoint-|global_step|iter_|step[=_-]?)(\d{1,18})(?!\d)|^(\d{1,18})$")
 _LAST_NUMBER = re.compile(r"[-_.](\d{1,18})$")
@@ -107,7 +109,7 @@ def examine_directory(
 
 def _may_be_one(entry: os.DirEntry[str]) -> bool:
     """By its name and kind only: a link inside the directory is another name of what is there."""
-    if entry.is_symlink():
+    if entry.is_symlink() or entry.name.startswith(DELETED):
         return False
     if entry.is_dir(follow_symlinks=False):
         return True

@@ -1,5 +1,0 @@
-import typer
-
-
-def register(app: typer.Typer) -> None:
-    pass
