@@ -25,7 +25,7 @@ from krea_runner.model.observation import (
     Watch,
 )
 from krea_runner.model.run import Attempt, Run, RunState
-from krea_runner.model.settings import SCHEDULERS, Budgets, CheckpointSpec, Gang, Policy, RunConfig
+from krea_runner.model.settings import SCHEDULERS, Budgets, CheckpointSpec, EvidenceSpec, Gang, Policy, RunConfig
 
 __all__ = [
     "SCHEDULERS",
@@ -40,6 +40,7 @@ __all__ = [
     "CheckpointSpec",
     "Decision",
     "DecisionKind",
+    "EvidenceSpec",
     "Finding",
     "Gang",
     "HeartbeatReading",

@@ -12,6 +12,7 @@ from krea_runner.model import JobRecord, JobState
 from krea_runner.proc import Completed
 from krea_runner.schedulers import DRAIN_PREFIX, Check, NodeRecord, Placement, refuse_others_drains, slurm_nodes
 from krea_runner.schedulers.nodelist import fold
+from krea_runner.schedulers.slurm_beside import end_beside, run_beside
 from krea_runner.schedulers.slurm_parse import (
     ACCOUNTING_OFF,
     JOB_FORMAT,
@@ -197,6 +198,14 @@ class SlurmCli:
             self._ask(cancel_argv(job_id), doing=f"cancelling job {job_id}")
         except JobNotFound:
             return
+
+    def run_beside(
+        self, job_id: str, nodes: Sequence[str], argv: Sequence[str], *, timeout_s: float, user: str = ""
+    ) -> Completed:
+        return run_beside(self.transport, checked_id(job_id), nodes, argv, timeout_s=timeout_s, user=user)
+
+    def end_beside(self, job_id: str) -> None:
+        end_beside(self.transport, checked_id(job_id))
 
     def checks(self) -> list[Check]:
         from krea_runner.schedulers.slurm_checks import checks
