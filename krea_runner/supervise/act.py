@@ -95,7 +95,12 @@ class Round:
 
 
 def carry_out(
-    work: list[Work], history: History, clock: Clock, *, deadline: float, is_ready: Callable[[Work], bool] = lambda _: True
+    work: list[Work],
+    history: History,
+    clock: Clock,
+    *,
+    deadline: float,
+    is_ready: Callable[[Work], bool] = lambda _: True,
 ) -> None:
     """Advance all actions side by side until each is closed or `deadline` (monotonic) has passed; what is left open
     is the next tick's. One that is not ready (evidence is still collected) waits.

@@ -147,7 +147,9 @@ def begin_collections(
 
 def _is_before_the_kill(work: Work) -> bool:
     kinds = {ActionKind.REQUEUE, ActionKind.RESUBMIT}
-    return work.action.stage is ActionStage.INTENDED and work.action.kind in kinds and work.action.incident_id is not None
+    return (
+        work.action.stage is ActionStage.INTENDED and work.action.kind in kinds and work.action.incident_id is not None
+    )
 
 
 def _due(history: History, clock: Clock, run: Run, job: JobRecord, *, is_new: bool) -> Incident | None:
@@ -251,10 +253,11 @@ def _why(collection: Collection) -> str:
     done = collection.done
     if done is None:
         return collection.failure or f"no answer in {collection.run.config.evidence.timeout_s:g} s"
-    said = [line for line in done.stderr.splitlines() if line.strip()]
+    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    told = next((line for line in said if line.startswith("srun: ")), said[-1] if said else "")  # or a traceback's end
     if done.timed_out:
-        return f"not over after {collection.run.config.evidence.timeout_s:g} s" + (f": {said[0]}" if said else "")
-    return said[0] if done.returncode != 0 and said else f"exit code {done.returncode}" if done.returncode else ""
+        return f"not over after {collection.run.config.evidence.timeout_s:g} s" + (f": {told}" if told else "")
+    return (told or f"exit code {done.returncode}") if done.returncode != 0 else ""
 
 
 def _read_back(config: RunConfig, key: AttemptKey) -> dict[str, Any] | None:

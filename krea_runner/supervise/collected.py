@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from krea_runner.diagnose.stacks import Frame, RankState, named, stacks_line, states_line
-from krea_runner.observe.logs import printable
+from krea_runner.diagnose.stacks import Frame, RankState, named, shown, stacks_line, states_line
 
 MARK = "KE1 "
 DOCUMENT_BYTES = 16 << 20
@@ -77,12 +76,12 @@ def _documents(text: str, found: Collected) -> Iterator[tuple[str, dict[str, Any
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError("text is wanted")
-    return printable(value)[:300]
+    return shown(value, 300)
 
 
 def _frame(raw: Sequence[object]) -> Frame:
     name, file, line = raw
-    return _text(name), _text(file), int(line)  # type: ignore[call-overload, no-any-return]
+    return _text(name), _text(file), int(line)  # type: ignore[call-overload]
 
 
 # ---------------------------------------------------------------------------------------------------------------- lines
@@ -98,7 +97,9 @@ def evidence_lines(
         return lines
     without_spy = all(state.error == "" for state in found.states) and not any(state.frames for state in found.states)
     if without_spy and any(notes.get("stacks") == "py-spy is not there" for notes in found.nodes.values()):
-        lines.append("stacks: none, py-spy is not on the nodes: pip install 'krea-runner[stacks]', or [evidence] py_spy")
+        lines.append(
+            "stacks: none, py-spy is not on the nodes: pip install 'krea-runner[stacks]', or [evidence] py_spy"
+        )
     else:
         lines.append(f"stacks: {stacks_line(found.states, total)}")
         if "may not look into it" in lines[-1]:
@@ -109,20 +110,21 @@ def evidence_lines(
     for key, name in (("kernel_log", "kernel log"), ("nvidia_smi", "nvidia-smi")):
         lines.append(f"{name}: {_told(found, key)}")
     unwritten = {str(notes.get("files")) for notes in found.nodes.values()} - {"written", "None"}
-    return lines + [f"files of some nodes {printable(why)[:200]}" for why in sorted(unwritten)[:1]]
+    return lines + [f"files of some nodes {shown(why, 200)}" for why in sorted(unwritten)[:1]]
 
 
-def _collected_line(found: Collected, asked: Sequence[str], left_out: Sequence[str], took_s: float, failure: str) -> str:
-    because = f" ({printable(failure)[:300]})" if failure else ""
+def _collected_line(
+    found: Collected, asked: Sequence[str], left_out: Sequence[str], took_s: float, failure: str
+) -> str:
+    because = f" ({shown(failure, 300)})" if failure else ""
     if not found.nodes:
         return f"{COLLECTED}nothing in {took_s:.1f} s{because}"
     if not asked:
         return f"{COLLECTED}in {took_s:.1f} s{because}"
     silent = [node for node in asked if node not in found.nodes]
     whole = f"{len(found.nodes)} of {len(asked) + len(left_out)} nodes"
-    missing = "".join(
-        f"; {_nodes(nodes)} {word}" for nodes, word in ((silent, "did not answer"), (left_out, "not asked, Slurm says it is out")) if nodes
-    )  # fmt: skip
+    without = (silent, "did not answer"), (left_out, "not asked, Slurm says it is out")
+    missing = "".join(f"; {_nodes(nodes)} {word}" for nodes, word in without if nodes)
     return f"{COLLECTED}in {took_s:.1f} s from {whole}{missing}{because if silent else ''}"
 
 
@@ -137,7 +139,7 @@ def _dumps_line(found: Collected) -> str:
         late += _numbers(told.get("late"))
         not_asked = told.get("not_asked")
         for word, ranks in not_asked.items() if isinstance(not_asked, dict) else ():
-            why.setdefault(printable(str(word))[:100], []).extend(_numbers(ranks))
+            why.setdefault(shown(str(word), 100), []).extend(_numbers(ranks))
     parts = [f"dumps of {len(dumped)} ranks in flight_recorder/"] if dumped else []
     parts += [f"no dump in time of {named(sorted(late))}"] if late else []
     parts += [f"{word}" + (f" ({named(sorted(ranks))})" if ranks else "") for word, ranks in sorted(why.items())[:3]]
@@ -153,7 +155,7 @@ def _ras_line(found: Collected) -> str:
     answered = [node for node, word in told.items() if word == "answered"]
     if answered:
         return f"status of the whole job in ras/{answered[0]}.*"
-    return next((printable(word)[:200] for word in told.values() if word != "asked elsewhere"), "nobody was asked")
+    return next((shown(word, 200) for word in told.values() if word != "asked elsewhere"), "nobody was asked")
 
 
 def _told(found: Collected, key: str) -> str:
@@ -163,7 +165,7 @@ def _told(found: Collected, key: str) -> str:
     others = [word for word in words if word != "read"]
     parts = [f"of {count} node" + ("s" if count > 1 else "")] if count else []
     if others:
-        parts.append(printable(max(sorted(set(others)), key=others.count))[:200])
+        parts.append(shown(max(sorted(set(others)), key=others.count), 200))
     return "; ".join(parts) or "none"
 
 

@@ -74,7 +74,11 @@ def submit(lab: Lab, *, policy: str = "") -> str:
 
 def evidence(lab: Lab) -> dict[str, str]:
     (incident,) = lab.incidents()
-    return dict(line.split(" " if line.startswith("collected") else ": ", 1) for line in incident["evidence"] if line[:5] != "rank ")
+    return dict(
+        line.split(" " if line.startswith("collected") else ": ", 1)
+        for line in incident["evidence"]
+        if line[:5] != "rank "
+    )
 
 
 def test_who_waits_where_is_on_record_before_the_requeue(lab: Lab) -> None:
@@ -119,12 +123,18 @@ def test_a_step_beside_another_changes_nothing_of_it(lab: Lab, slurm_cluster, mo
         monkeypatch.setenv(name, value)
     slurm: Any = SlurmCli()
     user = lab.user.name
-    done = slurm.run_beside(job_id, ["n1", "n3"], ["sh", "-c", "echo $SLURMD_NODENAME; exit 3"], timeout_s=10, user=user)
+    done = slurm.run_beside(
+        job_id, ["n1", "n3"], ["sh", "-c", "echo $SLURMD_NODENAME; exit 3"], timeout_s=10, user=user
+    )
     assert (sorted(done.stdout.split()), done.returncode) == (["n1", "n3"], 3)
-    late = slurm.run_beside(job_id, ["n1", "n3"], ["sh", "-c", "echo $SLURMD_NODENAME; sleep 60"], timeout_s=2, user=user)
+    late = slurm.run_beside(
+        job_id, ["n1", "n3"], ["sh", "-c", "echo $SLURMD_NODENAME; sleep 60"], timeout_s=2, user=user
+    )
     assert (sorted(late.stdout.split()), late.timed_out) == (["n1", "n3"], True)
     slurm.end_beside(job_id)
-    wait_until(lambda: "krea-evidence" not in lab.slurm("squeue", "-s", "-h", "-j", job_id, "-o", "%j"), "no step of ours")
+    wait_until(
+        lambda: "krea-evidence" not in lab.slurm("squeue", "-s", "-h", "-j", job_id, "-o", "%j"), "no step of ours"
+    )
     assert lab.job(job_id) == ("RUNNING", 0)
     wait_until(lambda: lab.rank(job_id, 0).flush > before.flush, "a flush")
 
@@ -142,4 +152,6 @@ def test_a_node_that_does_not_answer_costs_no_more_than_the_cap_and_its_own_evid
     assert float(told["collected"].split()[1]) < 12 + 3, told
     assert "rank 3" not in told["stacks"]
     assert told["stacks"].startswith("6 of 8 ranks wait in all_reduce"), told
-    wait_until(lambda: "krea-evidence" not in lab.slurm("squeue", "-s", "-h", "-j", job_id, "-o", "%j"), "no step of ours")
+    wait_until(
+        lambda: "krea-evidence" not in lab.slurm("squeue", "-s", "-h", "-j", job_id, "-o", "%j"), "no step of ours"
+    )
