@@ -26,20 +26,9 @@ from typing import Any, Callable, Dict, Optional, cast
 
 Table = Dict[str, Any]
 LINE_BYTES, RAS_BYTES, KERNEL_BYTES, KERNEL_LINES = 720, 64 << 20, 256 << 10, 1000
-FRAMES, THREADS = (
-    (40, 24),
-    256,
-)  # of one thread the innermost, which wait, and the outermost, which are the script; of a process
-STACK_S, AT_ONCE = 5.0, 4
-STATES = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "uninterruptible",
-    "T": "stopped",
-    "t": "traced",
-    "Z": "zombie",
-    "X": "dead",
-}
+FRAMES = 40, 24  # of a thread the innermost, which wait, and the outermost, which are the script
+THREADS, STACK_S, AT_ONCE = 256, 5.0, 4
+STATES = dict(R="running", S="sleeping", D="uninterruptible", T="stopped", t="traced", Z="zombie", X="dead")
 
 
 class Node:
