@@ -2,7 +2,9 @@
 
 import difflib
 import hashlib
+import os
 import re
+import stat
 import tomllib
 from pathlib import Path
 from types import MappingProxyType
@@ -75,7 +77,9 @@ def _read(path: Path) -> str:
     try:
         if path.is_dir():
             raise ConfigError(f"{path} is a directory", hint=f"name the file: {path / 'run.toml'}")
-        with path.open("rb") as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # it is read twice, and kept
+                raise ConfigError(f"{path} is not a regular file", hint="write it down: krea-runner submit run.toml")
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(

@@ -1,8 +1,12 @@
 """Who is where: rank → node → GPU, from what the supervisor knows (job.json) and from what NCCL printed at start-up."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+_AGENT = re.compile(r"\b(?:torchrun|torch\.distributed\.(?:run|launch)|accelerate[\w.]* launch|deepspeed)\b")
+_PER_NODE = re.compile(r"--nproc[-_]per[-_]node[= ](\d{1,4})\b")
 
 
 @dataclass(slots=True)
@@ -87,6 +91,16 @@ def bus_key(pci: str) -> str:
         return text[:-1].lstrip("0") if len(text) > 1 else text
     parts = text.split(".")[0].split(":")
     return "".join(parts).lstrip("0")
+
+
+def ranks_a_task(command: str | Sequence[str]) -> int | None:
+    """How many ranks each of srun's tasks starts when the command is an agent (torchrun, ...), 0 where it does not say; None:
+    the task is the rank."""
+    text = command if isinstance(command, str) else " ".join(command)
+    if not _AGENT.search(text):
+        return None
+    told = _PER_NODE.search(text)
+    return int(told[1]) if told else 0
 
 
 def from_job(document: Mapping[str, Any]) -> Layout:

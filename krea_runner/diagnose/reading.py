@@ -30,6 +30,17 @@ class Block:
     first_line: int
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Of a regular file the bytes from `begin` to `end` (None: its present size)."""
+
+    name: str
+    begin: int = 0
+    end: int | None = None
+    first_line: int | None = 1
+    """Number of the line at `begin`. None: in the middle of a line nobody has counted; lines are numbered from the next one."""
+
+
 def expand(paths: list[str]) -> list[str]:
     """Directories replaced by the logs in them, sorted. Raises NotFound for what is not there, or for an empty directory."""
     found: list[str] = []
@@ -51,16 +62,29 @@ def expand(paths: list[str]) -> list[str]:
     return found
 
 
-def blocks(name: str) -> Iterator[Block]:
+def blocks(source: str | Part) -> Iterator[Block]:
     """Of a regular file no more than it held when it was opened. Raises LogUnreadable; a compressed file that ends in the
     middle gives what could be unpacked, then raises."""
+    part = source if isinstance(source, Part) else Part(source)
+    name = part.name
     try:
         with closing(_open(name)) as stream:
-            yield from _lines_of(stream, _size_limit(stream))
+            yield from _lines_of(stream, _start_at(stream, part), part.first_line)
     except (OSError, EOFError, lzma.LZMAError, ValueError, _zstd_error()) as error:
         raise LogUnreadable(
             f"cannot read {name}: {error}", hint="check the permissions, or whether it is cut off"
         ) from error
+
+
+def _start_at(stream: BinaryIO, part: Part) -> int | None:
+    """How many bytes there are to read, from where the stream is put."""
+    size = _size_limit(stream)
+    if size is None:
+        return None
+    if part.begin:
+        stream.seek(part.begin)
+    end = size if part.end is None else min(part.end, size)
+    return max(0, end - part.begin)
 
 
 def _size_limit(stream: BinaryIO) -> int | None:
@@ -102,12 +126,18 @@ def newlines(data: bytes) -> int:
     return len(data) - len(data.replace(b"\n", b""))
 
 
-def _lines_of(stream: BinaryIO, limit: int | None) -> Iterator[Block]:
-    rest, line, left = b"", 1, limit
+def _lines_of(stream: BinaryIO, limit: int | None, first_line: int | None) -> Iterator[Block]:
+    rest, line, left = b"", 1 if first_line is None else first_line, limit
     skipping = False  # inside a line whose head was already given
+    cut_off = first_line is None  # what comes before the first newline is the end of a line
+    if left == 0:
+        return
     while chunk := stream.read(BLOCK_BYTES if left is None else min(BLOCK_BYTES, left)):
         if left is not None:
             left -= len(chunk)
+        if cut_off:
+            cut = chunk.find(b"\n") + 1
+            chunk, cut_off = (chunk[cut:], False) if cut else (b"", True)
         if skipping:
             cut = chunk.find(b"\n")
             if cut < 0:

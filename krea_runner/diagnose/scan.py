@@ -59,6 +59,10 @@ class Search:
 Finder = Callable[[bytes, list[int]], list[tuple[int, int]]]
 
 
+def is_fast() -> bool:
+    return _hyperscan((b"text",), ()) is not None
+
+
 @lru_cache(maxsize=8)
 def _hyperscan(literals: tuple[bytes, ...], without: tuple[int, ...]) -> Finder | None:
     """None if it is not installed."""

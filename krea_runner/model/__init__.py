@@ -2,11 +2,13 @@
 are said to be monotonic."""
 
 from krea_runner.model.incident import (
+    EXPLAINED,
     Action,
     ActionKind,
     ActionStage,
     Decision,
     DecisionKind,
+    Diagnosis,
     Finding,
     Incident,
     Suspect,
@@ -28,6 +30,7 @@ from krea_runner.model.run import Attempt, Run, RunState
 from krea_runner.model.settings import SCHEDULERS, Budgets, CheckpointSpec, EvidenceSpec, Gang, Policy, RunConfig
 
 __all__ = [
+    "EXPLAINED",
     "SCHEDULERS",
     "Action",
     "ActionKind",
@@ -40,6 +43,7 @@ __all__ = [
     "CheckpointSpec",
     "Decision",
     "DecisionKind",
+    "Diagnosis",
     "EvidenceSpec",
     "Finding",
     "Gang",

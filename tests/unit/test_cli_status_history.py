@@ -184,7 +184,7 @@ def test_history_document_holds_everything(state: Path, history: History, tmp_pa
         "checkpoint_step": 120, "lost_steps": 8, "decision": "REQUEUE",
         "decision_reason": "from step 120, same job; restart 1 of 3", "resumed_step": 121,
         "agreed_by": "logs silent 12 s", "evidence": ["rank 3 n2: step 128"],
-        "suspects": [{"kind": "node", "name": "n2", "reason": "stopped"}],
+        "suspects": [{"kind": "node", "name": "n2", "reason": "stopped"}], "diagnosis": None,
     }  # fmt: skip
 
 

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from krea_runner.cli.diagnose import document, lines
+from krea_runner.cli.diagnose import lines
+from krea_runner.diagnose.document import document
 from krea_runner.diagnose.layout import Layout, bus_key
 from krea_runner.diagnose.lines import read_line
 from krea_runner.diagnose.logs import diagnose
@@ -40,6 +41,9 @@ def test_a_signature_matches_its_examples_and_not_its_near_misses(signature: Sig
         )
     for text in signature.near_misses:
         assert not signature.pattern.match(text), text
+    assert any(literal.rstrip("\n") in text for text in signature.near_misses for literal in signature.literals), (
+        "no near miss ever reaches the pattern"
+    )
 
 
 @pytest.mark.parametrize("signature", CATALOG.signatures, ids=lambda signature: signature.name)
