@@ -28,7 +28,7 @@ from krea_runner.model.observation import (
     Watch,
 )
 from krea_runner.model.run import Attempt, Run, RunState
-from krea_runner.model.settings import SCHEDULERS, Budgets, CheckpointSpec, Gang, Policy, RunConfig
+from krea_runner.model.settings import SCHEDULERS, Budgets, CheckpointSpec, EvidenceSpec, Gang, Policy, RunConfig
 
 __all__ = [
     "EXPLAINED",
@@ -46,6 +46,7 @@ __all__ = [
     "Decision",
     "DecisionKind",
     "Diagnosis",
+    "EvidenceSpec",
     "Finding",
     "Gang",
     "HeartbeatReading",

@@ -432,3 +432,21 @@ def test_the_c_of_the_reference_page_writes_what_the_reader_reads(tmp_path) -> N
     (beat,) = reading.ranks
     assert (beat.rank, beat.local_rank, beat.beat, beat.flush, beat.step) == (5, 1, 812, 340, 790)
     assert (beat.phase, beat.phase_budget_s) == ("checkpoint", None)
+
+
+def test_the_ranks_stack_may_be_read_where_yama_would_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ctypes
+    from unittest.mock import MagicMock
+
+    libc = MagicMock()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: libc)
+    heartbeat._allow_stacks()
+    option, who, *rest = libc.prctl.call_args.args
+    assert (option.value, who.value, rest) == (0x59616D61, 2**64 - 1, [0, 0, 0])  # linux/prctl.h: PR_SET_PTRACER, _ANY
+
+
+def test_a_python_without_ctypes_beats_all_the_same(rank: Rank) -> None:
+    begin = "import sys\nsys.modules['ctypes'] = None\n" + BEGIN
+    assert rank.popen("hb.step(3); hb.close()", begin=begin).wait(20) == 0
+    (beat,) = read_heartbeats(rank.directory, ATTEMPT).ranks
+    assert beat.step == 3
