@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Iterator, Optional, Tuple
 
 FORMAT = "khb1"
@@ -82,8 +82,8 @@ class Heartbeat:
 
     def _begin(self) -> None:
         directory, attempt = os.environ.get("KREA_HEARTBEAT_DIR"), os.environ.get("KREA_ATTEMPT")
-        if not directory and not attempt:
-            return  # nobody supervises this process
+        if (not directory and not attempt) or sys.is_finalizing():
+            return  # nobody supervises this process, or it has ended: no thread would come up any more
         if not directory or not attempt:
             raise ValueError("%s is not set" % ("KREA_ATTEMPT" if directory else "KREA_HEARTBEAT_DIR"))
         self._rank, self._local_rank = _identity(*self._given)
@@ -214,10 +214,10 @@ class Heartbeat:
         except FileNotFoundError:
             # Once it was there, what is missing above it was removed or unmounted: not ours to make anew.
             folder = os.path.dirname(self._path)
-            if self._placed:
+            if not self._placed:
+                os.makedirs(os.path.dirname(folder), exist_ok=True)
+            with suppress(FileExistsError):  # another rank's
                 os.mkdir(folder)
-            else:
-                os.makedirs(folder, exist_ok=True)
             return os.open(self._path, flags, 0o644)
 
     def _line(self) -> bytes:

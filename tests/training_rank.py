@@ -57,6 +57,11 @@ class Rank:
         out, err = process.communicate(timeout=60)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
+    @staticmethod
+    def read(directory: Path) -> RankBeat:
+        (only,) = read_heartbeats(directory, ATTEMPT).ranks
+        return only
+
     def beats(self) -> tuple[RankBeat, ...]:
         reading = read_heartbeats(self.directory, ATTEMPT)
         assert reading.problems == ()
