@@ -15,6 +15,8 @@ SOURCE = Path(heartbeat.__file__)
 ATTEMPT = "41.r2"
 VERSIONS = ["3.9", "3.10", "3.11", "3.12", "3.13", "3.14", "3.14t"]  # t: free-threaded
 BEGIN = "import os, sys, time\nfrom heartbeat import Heartbeat\nhb = Heartbeat()\n"
+# By hand, all of tests/unit/test_heartbeat*.py on another Python: KREA_TEST_HEARTBEAT_PYTHON=python3.9 pytest …
+PYTHON = os.environ.get("KREA_TEST_HEARTBEAT_PYTHON", sys.executable)
 MADE = Path(os.environ.get("KREA_DEV_CLUSTER_CACHE") or "/var/cache/krea-dev-cluster")  # by scripts/newest-python
 
 
@@ -39,9 +41,7 @@ class Rank:
         }
         return {key: value for key, value in {**base, **changes}.items() if value}
 
-    def popen(
-        self, script: str, python: str = sys.executable, *, begin: str = BEGIN, **env: str
-    ) -> "subprocess.Popen[str]":
+    def popen(self, script: str, python: str = PYTHON, *, begin: str = BEGIN, **env: str) -> "subprocess.Popen[str]":
         return subprocess.Popen(
             [python, "-c", begin + script],
             cwd=self.place,
@@ -52,7 +52,7 @@ class Rank:
             text=True,
         )
 
-    def run(self, script: str, python: str = sys.executable, **env: str) -> "subprocess.CompletedProcess[str]":
+    def run(self, script: str, python: str = PYTHON, **env: str) -> "subprocess.CompletedProcess[str]":
         process = self.popen(script, python, **env)
         out, err = process.communicate(timeout=60)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)

@@ -1,7 +1,7 @@
 """Heartbeats of a PyTorch Lightning trainer: `Trainer(callbacks=[HeartbeatCallback()])`. NeMo's trainer is one of these.
 
-Steps are the trainer's global_step. Validation, test and prediction are the phase `evaluation`; all of save_checkpoint is the phase
-`checkpoint`. Budgets are those of run.toml. Needs nothing but Lightning (2.x, either package) and heartbeat.py.
+Steps are the trainer's global_step. Validation, test and prediction are the phase `evaluation`, save_checkpoint is `checkpoint`.
+Budgets are those of run.toml. Needs nothing but Lightning (2.x, either package) and heartbeat.py.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ except ImportError:
 try:
     from krea_runner.heartbeat import Heartbeat
 except ImportError:
-    from heartbeat import Heartbeat
+    from heartbeat import Heartbeat  # type: ignore[no-redef]
 
 
 class HeartbeatCallback(Callback):
+    def __init__(self) -> None:
+        self.evaluation = ExitStack()
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         # In the process that trains: Lightning may have started it, and then no variable says its rank.
         self.hb = Heartbeat(trainer.global_rank, trainer.local_rank)
-        self.evaluation = ExitStack()
+        self._undo(trainer)  # a training before this one may have failed
         save = trainer.save_checkpoint
 
         def save_checkpoint(*args: Any, **kwargs: Any) -> None:
@@ -34,8 +37,12 @@ class HeartbeatCallback(Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         # Not called when training failed: then the last phase stands.
-        del trainer.save_checkpoint
+        self._undo(trainer)
         self.hb.close()
+
+    def _undo(self, trainer: Any) -> None:
+        self.evaluation.close()
+        vars(trainer).pop("save_checkpoint", None)
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         self.hb.step(trainer.global_step)

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 try:
     from krea_runner.heartbeat import Heartbeat
 except ImportError:
-    from heartbeat import Heartbeat
+    from heartbeat import Heartbeat  # type: ignore[no-redef]
 
 
 class HeartbeatCallback(TrainerCallback):
@@ -32,7 +32,8 @@ class HeartbeatCallback(TrainerCallback):
                 self.phase.enter_context(self.hb.phase(name))
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.hb = Heartbeat()  # the same, unless an earlier training has closed it
+        self._enter("")  # a training before this one may have failed
+        self.hb = Heartbeat()  # the same, unless that closed it
 
     def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
         self.hb.beat()

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from krea_runner.heartbeat import LAUNCHERS, MAX_LOCAL_RANKS
-from tests.training_rank import BEGIN, warnings
+from tests.training_rank import BEGIN, PYTHON, warnings
 
 NOBODY = {"RANK": "", "LOCAL_RANK": ""}
 
@@ -125,7 +125,7 @@ def test_every_process_of_mpirun_is_its_own_rank(rank, mpi) -> None:
             f"no {program}: the heartbeat is NOT tested under {mpi}; as root: apt-get install openmpi-bin mpich"
         )
     script = BEGIN + "hb.step(hb._rank)\nhb.close()"
-    argv = [program, *options, sys.executable, "-c", script]
+    argv = [program, *options, PYTHON, "-c", script]
     env = {**rank.env(**NOBODY), "OMPI_MCA_plm": "isolated", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     done = subprocess.run(argv, cwd=rank.place, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -219,7 +219,7 @@ def test_a_worker_of_the_rank_beats_for_nobody_and_is_quiet_unless_it_trains(ran
     script = rank.place / "train.py"
     script.write_text(CHILD)
     process = subprocess.Popen(
-        [sys.executable, script, method, says], cwd=rank.place, env=rank.env(PYTHONWARNINGS="ignore"), text=True,
+        [PYTHON, script, method, says], cwd=rank.place, env=rank.env(PYTHONWARNINGS="ignore"), text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout.readline() == "[1, 1]\n"
