@@ -9,9 +9,10 @@ import sys
 
 import pytest
 
+from krea_runner import heartbeat
 from krea_runner.heartbeat import SLOT
 from krea_runner.observe.heartbeats import read_heartbeats
-from tests.training_rank import ATTEMPT, SOURCE, VERSIONS, python_of, warnings
+from tests.training_rank import ATTEMPT, BEGIN, SOURCE, VERSIONS, python_of, warnings
 
 # --------------------------------------------------------------------------------------------------- who writes where
 
@@ -314,7 +315,7 @@ def test_the_ranks_stack_may_be_read_where_yama_would_forbid_it(monkeypatch: pyt
     assert (option.value, who.value, rest) == (0x59616D61, 2**64 - 1, [0, 0, 0])  # linux/prctl.h: PR_SET_PTRACER, _ANY
 
 
-def test_a_python_without_ctypes_beats_all_the_same(rank: Rank) -> None:
+def test_a_python_without_ctypes_beats_all_the_same(rank) -> None:
     begin = "import sys\nsys.modules['ctypes'] = None\n" + BEGIN
     assert rank.popen("hb.step(3); hb.close()", begin=begin).wait(20) == 0
     (beat,) = read_heartbeats(rank.directory, ATTEMPT).ranks
