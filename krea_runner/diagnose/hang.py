@@ -8,6 +8,7 @@ against a run.
 
 from dataclasses import dataclass
 
+from krea_runner.diagnose.progress import judge_progress
 from krea_runner.model import Finding, JobState, RankWatch, Snapshot, Suspect, Symptom, Watch
 
 # The client flushes once a second (heartbeat.py): three missed flushes are the least that can mean anything.
@@ -50,7 +51,7 @@ def judge_hang(snapshot: Snapshot) -> HangJudgement:
     if watch is None or job is None or job.state is not JobState.RUNNING:
         return HangJudgement("not running")
     if not watch.ranks:
-        return _no_heartbeat(snapshot, snapshot.mono - watch.since_mono)
+        return HangJudgement(*judge_progress(snapshot, watch))
     unseen = {rank.rank for rank in watch.ranks} - {beat.rank for beat in snapshot.heartbeats.ranks}
     if unseen:
         why = snapshot.heartbeats.problems[:1] or ("its heartbeat is gone",)
@@ -76,18 +77,6 @@ def judge_hang(snapshot: Snapshot) -> HangJudgement:
             return HangJudgement(f"frozen {frozen_s:.0f} s, no second signal; judged a hang in {left_s:.0f} s")
         agreed_by = f"{longer_s:g} times the budget has passed"
     return HangJudgement(f"hung: frozen {frozen_s:.0f} s", _finding(watch, ages, frozen_s, agreed_by))
-
-
-def _no_heartbeat(snapshot: Snapshot, running_s: float) -> HangJudgement:
-    if snapshot.run.config.job_log is not None and snapshot.watch is not None:
-        silent_s = snapshot.mono - snapshot.watch.log_moved_mono
-        return HangJudgement(f"adopted, no heartbeats: hangs cannot be seen; its log is silent for {silent_s:.0f} s")
-    if running_s < snapshot.run.config.budgets.startup_s:
-        return HangJudgement("starting: no heartbeat yet")
-    return HangJudgement(
-        f"no heartbeat for {running_s:.0f} s: hangs cannot be seen (does the script use krea_runner.Heartbeat?)",
-        blind=True,
-    )
 
 
 def _ages(snapshot: Snapshot, watch: Watch) -> list[_RankAge]:

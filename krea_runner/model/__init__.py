@@ -14,20 +14,31 @@ from krea_runner.model.incident import (
 )
 from krea_runner.model.job import AttemptKey, JobRecord, JobState
 from krea_runner.model.observation import (
+    BEAT_FILES,
+    CHECKPOINTS,
+    LOG,
+    LOG_PATTERN,
     Checkpoint,
     CheckpointReading,
+    FollowedLog,
     HeartbeatReading,
     LogReading,
     RankBeat,
     RankWatch,
     ScriptEnd,
     Snapshot,
+    SourceReading,
+    SourceWatch,
     Watch,
 )
 from krea_runner.model.run import Attempt, Run, RunState
-from krea_runner.model.settings import SCHEDULERS, Budgets, CheckpointSpec, Gang, Policy, RunConfig
+from krea_runner.model.settings import SCHEDULERS, Budgets, CheckpointSpec, Gang, Policy, ProgressSpec, RunConfig
 
 __all__ = [
+    "BEAT_FILES",
+    "CHECKPOINTS",
+    "LOG",
+    "LOG_PATTERN",
     "SCHEDULERS",
     "Action",
     "ActionKind",
@@ -41,6 +52,7 @@ __all__ = [
     "Decision",
     "DecisionKind",
     "Finding",
+    "FollowedLog",
     "Gang",
     "HeartbeatReading",
     "Incident",
@@ -48,6 +60,7 @@ __all__ = [
     "JobState",
     "LogReading",
     "Policy",
+    "ProgressSpec",
     "RankBeat",
     "RankWatch",
     "Run",
@@ -55,6 +68,8 @@ __all__ = [
     "RunState",
     "ScriptEnd",
     "Snapshot",
+    "SourceReading",
+    "SourceWatch",
     "Suspect",
     "Symptom",
     "Watch",

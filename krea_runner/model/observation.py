@@ -73,6 +73,51 @@ class RankWatch:
     flush_moved_mono: float
 
 
+# The sources of progress besides heartbeats.
+LOG_PATTERN = "log pattern"
+BEAT_FILES = "beat files"
+CHECKPOINTS = "checkpoints"
+LOG = "log"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReading:
+    """Another source of progress at one look. Three-valued: `unseen` says why it could not be seen; else it moved or not."""
+
+    name: str
+    moved: bool = False
+    mark: str = ""
+    """What it showed, to be told from what it shows next; empty: it keeps no such thing."""
+    step: int | None = None
+    unseen: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceWatch:
+    """What the watcher remembers of another source of progress. `moved_mono` is None until it was seen to move."""
+
+    name: str
+    mark: str = ""
+    step: int | None = None
+    moved_mono: float | None = None
+    unseen: str = ""
+    """Why it could not be seen at the last look; empty: it was seen."""
+    unseen_since_mono: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FollowedLog:
+    """How far one log was read for its progress lines."""
+
+    name: str
+    inode: int
+    size_bytes: int
+    offset: int
+    """At the beginning of a line, `size_bytes` or before it."""
+    mark: str = ""
+    """What its last progress line showed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Watch:
     """The watcher's memory of one attempt. Forgotten at the attempt's border and when `epoch_id` changes."""
@@ -86,6 +131,15 @@ class Watch:
     log_moved_mono: float = 0.0
     moved_wall_at: float | None = None
     """When any beat was last seen to move, for people."""
+    sources: tuple[SourceWatch, ...] = ()
+    followed: tuple[FollowedLog, ...] = ()
+
+    @property
+    def step(self) -> int | None:
+        """The highest that a rank or, without one, another source has shown in this attempt."""
+        ranks = [rank.step for rank in self.ranks if rank.step >= 0]
+        others = [source.step for source in self.sources if source.step is not None and source.name != CHECKPOINTS]
+        return max(ranks or others, default=None)
 
 
 @dataclass(frozen=True, slots=True)
