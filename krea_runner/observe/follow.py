@@ -115,7 +115,9 @@ def _due(logs: list[Log], followed: dict[str, FollowedLog]) -> tuple[list[Due], 
         try:
             status = os.stat(path)
         except FileNotFoundError:
-            problems += [f"{name} is gone"] if name in followed else []
+            if name in followed:  # another may take its name, and even its inode
+                followed[name] = replace(followed[name], inode=0, size_bytes=0, offset=0)
+                problems.append(f"{name} is gone")
             continue
         except OSError as error:
             problems.append(f"{name}: {error.strerror}")
