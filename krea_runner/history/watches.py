@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from krea_runner.model import FollowedLog, RankWatch, SourceWatch, Watch
@@ -14,7 +14,7 @@ T = TypeVar("T")
 def watch_to_text(watch: Watch) -> str:
     plain = {field.name: getattr(watch, field.name) for field in fields(watch)}
     plain |= {name: _columns(kind, plain[name]) for name, kind in _MANY.items()}
-    return json.dumps(plain, separators=(",", ":"))
+    return json.dumps(plain, separators=(",", ":"), default=asdict)
 
 
 def watch_from_text(text: str) -> Watch | None:

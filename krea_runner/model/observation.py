@@ -4,10 +4,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from krea_runner.model.job import JobRecord
+from krea_runner.model.many import by_the_thousand
 from krea_runner.model.run import Attempt, Run
 
 
-@dataclass(frozen=True, slots=True)
+@by_the_thousand
 class RankBeat:
     """One slot of a heartbeat file, as read."""
 
@@ -58,7 +59,7 @@ class LogReading:
     problems: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@by_the_thousand
 class RankWatch:
     """What the watcher remembers of a rank between two ticks; `_mono` are its own monotonic clock."""
 

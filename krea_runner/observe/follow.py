@@ -84,7 +84,9 @@ def follow(
     log shows progress; a log that is not there yet says nothing."""
     followed = dict(known)
     due, problems = _due(logs, followed)
-    problems += [f"{gone} is gone" for gone in known.keys() - {log.path.name for log in logs}]
+    for gone in known.keys() - {log.path.name for log in logs}:
+        followed[gone] = _gone(followed[gone])
+        problems.append(f"{gone} is gone")
     shown = sum(bool(item.log.mark) for item in due)
     rooms = {True: _room(shown), False: _room(len(due) - shown)}
     moved, steps = False, []
@@ -115,8 +117,8 @@ def _due(logs: list[Log], followed: dict[str, FollowedLog]) -> tuple[list[Due], 
         try:
             status = os.stat(path)
         except FileNotFoundError:
-            if name in followed:  # another may take its name, and even its inode
-                followed[name] = replace(followed[name], inode=0, size_bytes=0, offset=0)
+            if name in followed:
+                followed[name] = _gone(followed[name])
                 problems.append(f"{name} is gone")
             continue
         except OSError as error:
@@ -132,6 +134,11 @@ def _due(logs: list[Log], followed: dict[str, FollowedLog]) -> tuple[list[Due], 
         elif size != old.size_bytes:
             due.append(Due(path, old, status.st_ino, size))
     return due, problems
+
+
+def _gone(log: FollowedLog) -> FollowedLog:
+    """Another may take its name, and even its inode."""
+    return replace(log, inode=0, size_bytes=0, offset=0)
 
 
 def _room(count: int) -> int:

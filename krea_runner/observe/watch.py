@@ -35,16 +35,16 @@ def advance_watch(
 
 
 def _advance_rank(old: RankWatch | None, beat: RankBeat, mono: float) -> RankWatch:
-    same_beat = old is not None and (old.beat, old.phase) == (beat.beat, beat.phase)
+    same_beat = old is not None and old.beat == beat.beat and old.phase == beat.phase
     same_flush = old is not None and old.flush == beat.flush
     return RankWatch(
-        rank=beat.rank,
-        node=beat.node,
-        beat=beat.beat,
-        flush=beat.flush,
-        step=beat.step,
-        phase=beat.phase,
-        phase_budget_s=beat.phase_budget_s,
-        beat_moved_mono=old.beat_moved_mono if old is not None and same_beat else mono,
-        flush_moved_mono=old.flush_moved_mono if old is not None and same_flush else mono,
+        beat.rank,
+        beat.node,
+        beat.beat,
+        beat.flush,
+        beat.step,
+        beat.phase,
+        beat.phase_budget_s,
+        old.beat_moved_mono if old is not None and same_beat else mono,
+        old.flush_moved_mono if old is not None and same_flush else mono,
     )
