@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from krea_runner.model import FollowedLog, RankWatch, SourceWatch, Watch
@@ -28,7 +29,7 @@ def watch_from_text(text: str) -> Watch | None:
 
 def _columns(kind: type[Any], records: Sequence[Any]) -> dict[str, list[Any]]:
     names = [field.name for field in fields(kind)]
-    return {name: [getattr(record, name) for record in records] for name in names}
+    return {name: list(map(attrgetter(name), records)) for name in names}
 
 
 def _records(kind: type[T], columns: dict[str, list[Any]]) -> tuple[T, ...]:

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from krea_runner.heartbeat import FORMAT, MAX_LOCAL_RANKS, SLOT
@@ -25,8 +26,9 @@ _CRC_AT = SLOT - 14
 _TORN = "torn, or not a heartbeat"
 _USUAL_BYTES = 16 * SLOT
 # Of each folder that this process looked at: what its files held, and the ranks that were read from it.
-_SEEN: dict[tuple[str, str], dict[str, tuple[bytes, dict[int, RankBeat]]]] = {}
+_SEEN: dict[tuple[str, str], dict[str, tuple[bytes, list[RankBeat]]]] = {}
 KEPT_FOLDERS = 64
+AT_ONCE = 256
 
 
 def read_heartbeats(directory: Path, attempt: str) -> HeartbeatReading:
@@ -45,41 +47,59 @@ def read_heartbeats(directory: Path, attempt: str) -> HeartbeatReading:
     seen = _SEEN[folder, attempt] = {}
     if len(_SEEN) > KEPT_FOLDERS:
         del _SEEN[next(iter(_SEEN))]
+    changed: list[tuple[str, bytes]] = []
     for name in names:
         if not _NODE.fullmatch(name):
             problems.append(f"{_shown(name)}: not named after a node")
             continue
-        path, node = f"{folder}/{name}", name[:-3]
         try:
-            data = _read(path)
-            known = before.get(name)
-            whole = known[1] if known is not None and known[0] == data else _parse_whole(data, node, attempt)
-            if whole and ranks.keys().isdisjoint(whole):
-                seen[name] = data, whole
-                ranks |= whole
-                continue
-            parsed = _parse_slots(data, node, attempt)
-            if _TORN in parsed:  # caught in the middle of a write: the next look finds it whole
-                parsed = _parse_slots(_read(path), node, attempt)
+            data = _read(f"{folder}/{name}")
         except OSError as error:
             problems.append(f"{_shown(name)}: {error.strerror or error}")
             continue
-        problems += _take(ranks, parsed, name)
+        known = before.get(name)
+        if known is None or known[0] != data:
+            changed.append((name, data))
+        else:
+            seen[name] = known
+            problems += _take(ranks, known[1], name)
+    for start in range(0, len(changed), AT_ONCE):
+        some = changed[start : start + AT_ONCE]
+        beats = _parse_whole(some, attempt)
+        for name, data in some:
+            if beats is None:
+                problems += _take_amiss(ranks, f"{folder}/{name}", data, attempt)
+            else:
+                seen[name] = data, beats[: len(data) // SLOT]
+                del beats[: len(data) // SLOT]
+                problems += _take(ranks, seen[name][1], name)
     return HeartbeatReading(ranks=tuple(ranks[rank] for rank in sorted(ranks)), problems=tuple(problems))
 
 
-def _take(ranks: dict[int, RankBeat], parsed: list[RankBeat | str | None], name: str) -> list[str]:
+def _take_amiss(ranks: dict[int, RankBeat], path: str, data: bytes, attempt: str) -> list[str]:
+    """Slot by slot, for something is amiss in this file or in one that was read together with it."""
+    name = os.path.basename(path)
+    parsed = _parse_slots(data, name[:-3], attempt)
+    if _TORN in parsed:  # caught in the middle of a write: the next look finds it whole
+        try:
+            parsed = _parse_slots(_read(path), name[:-3], attempt)
+        except OSError as error:
+            return [f"{_shown(name)}: {error.strerror or error}"]
+    return _take(ranks, parsed, name)
+
+
+def _take(ranks: dict[int, RankBeat], parsed: Sequence[RankBeat | str | None], name: str) -> list[str]:
     """Add to `ranks` what is in a file's slots; returns what is wrong with them."""
     problems = []
     for slot, beat in enumerate(parsed):
         if isinstance(beat, str):
             problems.append(f"{_shown(name)} slot {slot}: {beat}")
         elif beat is not None:
-            other = ranks.get(beat.rank)
-            if other is not None:
+            other = ranks.setdefault(beat.rank, beat)
+            if other is not beat:
                 problems.append(f"{_shown(name)} slot {slot}: rank {beat.rank} is in another slot too")
-            if other is None or other.flush < beat.flush:
-                ranks[beat.rank] = beat
+                if other.flush < beat.flush:
+                    ranks[beat.rank] = beat
     return problems
 
 
@@ -99,24 +119,33 @@ def _read(path: str) -> bytes:
         os.close(descriptor)
 
 
-def _parse_whole(data: bytes, node: str, attempt: str) -> dict[int, RankBeat] | None:
-    """By rank, all slots of a file in which nothing is amiss, at a third of what `_parse` takes; None where anything is."""
+def _parse_whole(files: Sequence[tuple[str, bytes]], attempt: str) -> list[RankBeat] | None:
+    """All slots of (name, content), in order, column by column: a quarter of the time that `_parse` takes. None where anything
+    is amiss in any of them."""
+    data = b"".join(content for _, content in files)
     found = _WHOLE.findall(data)
-    if len(found) * SLOT != len(data):
+    starts = range(0, len(data), SLOT)
+    if not found or len(found) != len(starts) or len(data) % SLOT:
         return None
-    beats = {}
-    own = attempt.encode()
-    for slot, (rank, local, theirs, beat, flush, step, phase, budget, pid, at, crc) in enumerate(found):
-        start = slot * SLOT
-        whole = zlib.crc32(data[start : start + _CRC_AT]) == int(crc, 16)
-        budget_s = None if budget == b"-" else _budget(budget)
-        if not whole or theirs != own or int(local) != slot or budget_s == 0:
-            return None
-        number, word = int(rank), phase.decode()
-        beats[number] = RankBeat(
-            number, slot, node, int(beat), int(flush), int(step), word, budget_s, int(pid), float(at)
+    rank, local, theirs, beat, flush, step, phase, budget, pid, at, crc = zip(*found, strict=True)
+    slots = [slot for _, content in files for slot in range(len(content) // SLOT)]
+    nodes = [name[:-3] for name, content in files for _ in range(len(content) // SLOT)]
+    budgets = {text: None if text == b"-" else _budget(text) for text in set(budget)}
+    words = {text: text.decode() for text in set(phase)}
+    if (
+        [zlib.crc32(data[start : start + _CRC_AT]) for start in starts] != [int(text, 16) for text in crc]
+        or set(theirs) != {attempt.encode()}
+        or list(map(int, local)) != slots
+        or 0 in budgets.values()
+    ):
+        return None
+    return list(
+        map(
+            RankBeat,
+            map(int, rank), slots, nodes, map(int, beat), map(int, flush), map(int, step),
+            map(words.__getitem__, phase), map(budgets.__getitem__, budget), map(int, pid), map(float, at),
         )
-    return beats if len(beats) == len(found) else None
+    )  # fmt: skip
 
 
 def _budget(text: bytes) -> float | None:
