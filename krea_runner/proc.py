@@ -44,6 +44,19 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environ.items() if k in KEPT or k in KEPT_OURS or not k.startswith(SCRUBBED_PREFIXES)}
 
 
+def packed(environ: Mapping[str, str]) -> bytes:
+    """The cleaned environment as /proc/PID/environ has it, without what expires."""
+    pairs = (f"{name}={value}" for name, value in clean_environment(environ).items() if name != "SLURM_JWT")
+    return b"".join(os.fsencode(pair) + b"\0" for pair in pairs)
+
+
+def unpacked(data: bytes, environ: Mapping[str, str]) -> dict[str, str]:
+    """What `packed` kept, with where the cluster is and how to authenticate as `environ` has it now."""
+    pairs = (os.fsdecode(pair).partition("=") for pair in data.split(b"\0") if pair)
+    here = {name: value for name, value in environ.items() if name in KEPT}
+    return {name: value for name, _, value in pairs} | here
+
+
 def run(
     argv: Sequence[str],
     *,

@@ -6,6 +6,10 @@ from pathlib import Path
 from krea_runner.model import AttemptKey
 
 
+def submit_environment(script: Path) -> Path:
+    return script.with_name("submit.env")
+
+
 @dataclass(frozen=True, slots=True)
 class RunDir:
     root: Path
@@ -17,6 +21,11 @@ class RunDir:
     @property
     def script(self) -> Path:
         return self.root / "job.sbatch"
+
+    @property
+    def environment(self) -> Path:
+        """What was set where the run was submitted (proc.py reads and writes it)."""
+        return submit_environment(self.script)
 
     @property
     def logs(self) -> Path:

@@ -43,8 +43,9 @@ def add_exclusions(
         "run_id": run_id, "user": user, "reason": reason, "evidence": evidence, "who": who, "created_at": now,
         "expires_at": expires_at,
     }  # fmt: skip
-    with history.database.write() as connection:
-        connection.execute(sa.insert(exclusions), [{"node": node, **shared} for node in dict.fromkeys(nodes)])
+    if nodes:
+        with history.database.write() as connection:
+            connection.execute(sa.insert(exclusions), [{"node": node, **shared} for node in dict.fromkeys(nodes)])
 
 
 def end_exclusions(history: History, nodes: Sequence[str], *, user: str, run_id: int | None, now: float) -> int:

@@ -9,6 +9,7 @@ from krea_runner.errors import KreaRunnerError, SchedulerUnavailable
 from krea_runner.history.store import History
 from krea_runner.launch.render import render
 from krea_runner.model import Run, RunConfig, RunState
+from krea_runner.proc import packed
 from krea_runner.rundir import RunDir
 from krea_runner.schedulers import Scheduler
 from krea_runner.transport.mirror import put_files
@@ -45,8 +46,8 @@ def submit(
 
 
 def prepare(config: RunConfig, source: Path | bytes) -> Path:
-    """Make the run directory with a copy of `source` (the run.toml, or its text) and the batch script; returns the script's
-    path.
+    """Make the run directory with a copy of `source` (the run.toml, or its text), the batch script and, for a submission from
+    this host, the environment; returns the script's path.
 
     logs/ must exist before the job starts: Slurm fails a job whose output it cannot open (FAILED 0:53, 22.05.8).
     Raises: KreaRunnerError; ConfigError.
@@ -65,6 +66,8 @@ def prepare(config: RunConfig, source: Path | bytes) -> Path:
             _write(run_dir.config, source)
         elif source.absolute() != run_dir.config:
             _write(run_dir.config, source.read_bytes())
+        if config.transport == "local":
+            _write(run_dir.environment, packed(os.environ))
         _write(run_dir.script, script.encode())
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""

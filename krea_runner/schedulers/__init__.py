@@ -1,5 +1,6 @@
 """One seam to whatever runs jobs. `slurm_cli`, `slurm_api` and `local` pass the same contract tests (tests/contract/)."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -8,6 +9,8 @@ from typing import Protocol
 
 from krea_runner.errors import ConfigError, SchedulerError
 from krea_runner.model import SCHEDULERS, JobRecord
+from krea_runner.proc import clean_environment, unpacked
+from krea_runner.rundir import submit_environment
 
 __all__ = ["DRAIN_PREFIX", "Check", "NodeRecord", "Placement", "Scheduler", "open_scheduler"]
 
@@ -82,6 +85,23 @@ class Placement:
         )
 
 
+def environment_for(script: Path) -> dict[str, str]:
+    """What the job of this script gets: what was set where the run was submitted, so that a supervisor's cron job does not give
+    it its own; where that is not on record, the caller's.
+
+    Raises: SchedulerError.
+    """
+    try:
+        return unpacked(submit_environment(script).read_bytes(), os.environ)
+    except FileNotFoundError:
+        return clean_environment(os.environ)
+    except OSError as error:
+        raise SchedulerError(
+            f"reading the environment of the submission, {submit_environment(script)}: {error.strerror}",
+            hint="without the file the job gets the environment of whoever submits it",
+        ) from error
+
+
 class Scheduler(Protocol):
     """The calls, sorted by what a wrong answer costs.
 
@@ -118,7 +138,7 @@ class Scheduler(Protocol):
 
     def submit(self, script: Path, *, tag: str, excluded: Sequence[str] = ()) -> str:
         """Queue a batch script whose `#SBATCH` lines hold all options; returns the job id. `excluded`, where there are any,
-        takes the place of the script's own excluded nodes.
+        takes the place of the script's own excluded nodes. The job's environment is that of `environment_for`.
 
         Raises: SchedulerError when refused; SchedulerUnavailable when no answer came: the job may exist, look for its
         tag before trying again.
@@ -151,8 +171,8 @@ class Scheduler(Protocol):
     def nodes(self, names: Sequence[str] | None = None) -> dict[str, NodeRecord]:
         """The nodes of that name, or all; one call however many. An absent one is not known to the scheduler."""
 
-    def placement(self, job_id: str) -> Placement:
-        """Raises: JobNotFound."""
+    def placements(self, job_ids: Sequence[str]) -> dict[str, Placement]:
+        """Of those jobs that the scheduler knows; one call however many."""
 
     def exclude(self, job_id: str, names: Sequence[str]) -> None:
         """Add to the excluded nodes of a job that is PENDING, or COMPLETING after a requeue.

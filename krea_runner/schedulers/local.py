@@ -18,8 +18,7 @@ from pathlib import Path
 
 from krea_runner.errors import JobNotFound, RequeueDisabled, SchedulerError, SchedulerUnavailable
 from krea_runner.model import JobRecord, JobState
-from krea_runner.proc import clean_environment
-from krea_runner.schedulers import Check, NodeRecord, Placement
+from krea_runner.schedulers import Check, NodeRecord, Placement, environment_for
 from krea_runner.schedulers.local_nodes import PARTITION, LocalNodes
 from krea_runner.schedulers.local_state import LocalJob, kill_marked, load, locked, save, shepherd_is_alive, wake
 from krea_runner.schedulers.nodelist import expand
@@ -128,7 +127,7 @@ class LocalScheduler:
             requeue="no-requeue" not in options,
             time_limit_s=_time_limit(options.get("time", "")),
             workdir=options.get("chdir", os.getcwd()),
-            environment=clean_environment(os.environ),
+            environment=environment_for(script),
             submitted_at=now,
             eligible_at=now,
         )
@@ -175,8 +174,9 @@ class LocalScheduler:
     def nodes(self, names: Sequence[str] | None = None) -> dict[str, NodeRecord]:
         return self._nodes.records(names)
 
-    def placement(self, job_id: str) -> Placement:
-        return Placement((PARTITION,), excluded=tuple(load(self._home(job_id)).excluded))
+    def placements(self, job_ids: Sequence[str]) -> dict[str, Placement]:
+        jobs = [load(home) for job_id in job_ids if (home := self._home(job_id)).is_dir()]
+        return {job.job_id: Placement((PARTITION,), excluded=tuple(job.excluded)) for job in jobs}
 
     def exclude(self, job_id: str, names: Sequence[str]) -> None:
         home = self._home(job_id)

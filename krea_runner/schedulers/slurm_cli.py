@@ -10,7 +10,15 @@ from pathlib import Path
 from krea_runner.errors import JobNotFound, MayNotDrain, SchedulerError, SchedulerOutputError, SchedulerUnavailable
 from krea_runner.model import JobRecord, JobState
 from krea_runner.proc import Completed
-from krea_runner.schedulers import DRAIN_PREFIX, Check, NodeRecord, Placement, refuse_others_drains, slurm_nodes
+from krea_runner.schedulers import (
+    DRAIN_PREFIX,
+    Check,
+    NodeRecord,
+    Placement,
+    environment_for,
+    refuse_others_drains,
+    slurm_nodes,
+)
 from krea_runner.schedulers.nodelist import fold
 from krea_runner.schedulers.slurm_parse import (
     ACCOUNTING_OFF,
@@ -133,8 +141,9 @@ class SlurmCli:
         if not found:
             raise SchedulerError(f"{doing}: sbatch is not on PATH", hint=_NOT_ON_PATH)
         argv = sbatch_argv(script, tag, excluded)
+        environment = environment_for(script)
         try:
-            done = self._ask(argv, doing=doing, timeout_s=SUBMIT_TIMEOUT_S, users_environment=True)
+            done = self._ask(argv, doing=doing, timeout_s=SUBMIT_TIMEOUT_S, users_env=environment)
         except SchedulerError as error:
             error.hint = error.hint or f"try it by hand: sbatch --test-only {script}"
             raise
@@ -157,12 +166,19 @@ class SlurmCli:
     def nodes(self, names: Sequence[str] | None = None) -> dict[str, NodeRecord]:
         return slurm_nodes.parse_nodes(self._ask(slurm_nodes.NODES_ARGV, doing="asking for nodes").stdout, names)
 
-    def placement(self, job_id: str) -> Placement:
-        done = self._ask(slurm_nodes.placement_argv(checked_id(job_id)), doing=f"asking for the nodes of job {job_id}")
-        return slurm_nodes.parse_placement(done.stdout)
+    def placements(self, job_ids: Sequence[str]) -> dict[str, Placement]:
+        if not job_ids:
+            return {}
+        argv = slurm_nodes.placements_argv([checked_id(job_id) for job_id in job_ids])
+        return slurm_nodes.parse_placements(self._ask(argv, doing="asking for the nodes of jobs").stdout)
 
     def exclude(self, job_id: str, names: Sequence[str]) -> None:
-        excluded = dict.fromkeys((*self.placement(job_id).excluded, *names))
+        placement = self.placements([job_id]).get(job_id)
+        if placement is None:
+            raise JobNotFound(
+                f"excluding nodes from job {job_id}: Slurm does not know it", hint="your jobs: squeue --me"
+            )
+        excluded = dict.fromkeys((*placement.excluded, *names))
         argv = ["scontrol", "update", f"jobid={checked_id(job_id)}", f"ExcNodeList={','.join(excluded)}"]
         self._ask(argv, doing=f"excluding nodes from job {job_id}")
 
@@ -204,11 +220,14 @@ class SlurmCli:
         return [*checks(self.transport), *([self._interface] if self._interface else [])]
 
     def _ask(
-        self, argv: Sequence[str], *, doing: str, timeout_s: float = TIMEOUT_S, users_environment: bool = False
+        self,
+        argv: Sequence[str],
+        *,
+        doing: str,
+        timeout_s: float = TIMEOUT_S,
+        users_env: Mapping[str, str] | None = None,
     ) -> Completed:
-        return ask(
-            argv, doing=doing, timeout_s=timeout_s, users_environment=users_environment, transport=self.transport
-        )
+        return ask(argv, doing=doing, timeout_s=timeout_s, users_env=users_env, transport=self.transport)
 
     def _squeue(self, argv: Sequence[str], *, doing: str) -> list[JobRecord]:
         """Of an answer whose rows end as nobody can know: root asks for everybody's jobs, and in a name or a comment somebody
@@ -263,7 +282,7 @@ def ask(
     *,
     doing: str,
     timeout_s: float = TIMEOUT_S,
-    users_environment: bool = False,
+    users_env: Mapping[str, str] | None = None,
     transport: Transport = HERE,
 ) -> Completed:
     """The answer of a command that exited 0 on the host that `transport` leads to.
@@ -272,7 +291,7 @@ def ask(
     answer in time.
     """
     try:
-        done = transport.run(argv, timeout_s=timeout_s, users_environment=users_environment)
+        done = transport.run(argv, timeout_s=timeout_s, users_env=users_env)
     except OSError as error:
         raise SchedulerUnavailable(
             f"{doing}: cannot run {argv[0]}: {error.strerror}", argv=argv, hint=_NOT_ON_PATH

@@ -8,33 +8,41 @@ further lines are indented by ten columns, every key of the node's own by three.
 import re
 from collections.abc import Sequence
 
-from krea_runner.errors import JobNotFound, SchedulerOutputError
+from krea_runner.errors import SchedulerOutputError
 from krea_runner.schedulers import NodeRecord, Placement
 from krea_runner.schedulers.nodelist import NodelistError, expand
 
 NODES_ARGV = ("scontrol", "-a", "show", "node")
 _NOTHING = frozenset({"", "(null)", "N/A", "None"})
 _FIELD_END, _ROW_END = "\x1f", "\x1e"  # a partition may be called `a|b` (22.05.8)
-_FORMAT = _FIELD_END.join(("%P", "%x", "%n", "%v", "%f"))
+_FORMAT = _FIELD_END.join(("%i", "%P", "%x", "%n", "%v", "%f"))
 
 
-def placement_argv(job_id: str) -> list[str]:
-    # Not -O, which has no field for excluded nodes (22.05.8). The id twice: a single one that is not known is an error.
-    return ["squeue", "-a", "-r", "-h", "-t", "all", "-j", f"{job_id},{job_id}", "-o", f"{_FORMAT}{_ROW_END}"]
+def placements_argv(job_ids: Sequence[str]) -> list[str]:
+    # Not -O, which has no field for excluded nodes (22.05.8). The first id twice: a single one that is not known is an error.
+    ids = ",".join([*job_ids, job_ids[0]])
+    return ["squeue", "-a", "-r", "-h", "-t", "all", "-j", ids, "-o", f"{_FORMAT}{_ROW_END}"]
 
 
-def parse_placement(stdout: str) -> Placement:
-    """Of the first row: of a heterogeneous job, the leader's.
+def parse_placements(stdout: str) -> dict[str, Placement]:
+    """By job id; a heterogeneous job's leader has the id that was asked for.
 
-    Raises: JobNotFound, SchedulerOutputError.
+    Raises: SchedulerOutputError.
     """
-    row, end, _ = stdout.partition(_ROW_END)
-    if not stdout.strip():
-        raise JobNotFound("asking for the nodes of a job: Slurm does not know it", hint="your jobs: squeue --me")
-    values = ["" if value in _NOTHING else value for value in row.split(_FIELD_END, 4)]
-    if not end or len(values) < 5:
-        raise SchedulerOutputError("reading squeue: not what was asked for", line=stdout)
-    partitions, excluded, required, reservation, features = values
+    found: dict[str, Placement] = {}
+    *rows, rest = stdout.split(_ROW_END)
+    for row in rows:
+        job_id, *values = row.lstrip("\n").split(_FIELD_END, 5)
+        if len(values) < 5:
+            raise SchedulerOutputError("reading squeue: not what was asked for", line=row)
+        found.setdefault(job_id.partition("+")[0], _placement(values))
+    if rest.strip():
+        raise SchedulerOutputError("reading squeue: not what was asked for", line=rest)
+    return found
+
+
+def _placement(values: Sequence[str]) -> Placement:
+    partitions, excluded, required, reservation, features = ("" if value in _NOTHING else value for value in values)
     return Placement(
         partitions=_words(partitions),
         excluded=tuple(_names(excluded)),

@@ -29,7 +29,7 @@ from krea_runner.model import Action, ActionKind, ActionStage, Attempt, AttemptK
 from krea_runner.observe.snapshot import observe
 from krea_runner.rundir import RunDir
 from krea_runner.schedulers import Scheduler
-from krea_runner.supervise.exclude import start_elsewhere, submit_elsewhere
+from krea_runner.supervise.exclude import Places, start_elsewhere, submit_elsewhere
 from krea_runner.transport.mirror import mirrored
 
 # A start in the same whole second as the kill is refused; this much past the next one was always accepted (102 of 102).
@@ -83,6 +83,7 @@ class Round:
 
     clock: Clock
     open_work: Sequence[Work]
+    places: dict[int, Places]
     seen: dict[int, tuple[float, dict[str, JobRecord]]] = field(default_factory=dict)
 
     def job(self, work: Work) -> JobRecord | None:
@@ -92,6 +93,10 @@ class Round:
             at, jobs = self.clock.mono(), work.scheduler.jobs(list(dict.fromkeys(ids)))
             self.seen[id(work.scheduler)] = at, jobs
         return jobs.get(work.action.job_id)
+
+    def places_of(self, work: Work) -> Places:
+        ids = dict.fromkeys(item.action.job_id for item in self.open_work if item.scheduler is work.scheduler)
+        return self.places.setdefault(id(work.scheduler), Places(work.scheduler, list(ids)))
 
 
 def carry_out(work: list[Work], history: History, clock: Clock, *, deadline: float) -> None:
@@ -103,8 +108,9 @@ def carry_out(work: list[Work], history: History, clock: Clock, *, deadline: flo
     Raises: SchedulerUnavailable (the actions stay open), HistoryUnavailable.
     """
     begun = clock.mono()
+    places: dict[int, Places] = {}
     while left := [item for item in work if item.action.stage.is_open and not item.parked]:
-        now = Round(clock, left)
+        now = Round(clock, left, places)
         for item in left:
             item.round = now
             try:
@@ -214,7 +220,7 @@ def _lift_start_time(work: Work, job: JobRecord, history: History, clock: Clock)
             return
         _still_ours(work, history)
         work.delayed_until = job.started_at
-        said = start_elsewhere(work.scheduler, work.run, work.action.job_id, history, clock.wall())
+        said = start_elsewhere(_places(work), work.run, work.action.job_id, history, clock.wall())
         _advance(work, history, clock, ActionStage.STARTED, said or work.action.detail)
     else:
         _advance(work, history, clock, ActionStage.STARTED, SLOW)
@@ -253,7 +259,7 @@ def _verify_start(work: Work, job: JobRecord, history: History, clock: Clock) ->
         if waits and action.detail != SLOW:
             # The update came while the job was still COMPLETING, and was lost.
             work.delayed_until = job.started_at
-            start_elsewhere(work.scheduler, work.run, action.job_id, history, clock.wall())  # said at the first time
+            start_elsewhere(_places(work), work.run, action.job_id, history, clock.wall())  # said at the first time
         elif work.releases and job.reason.startswith("JobHeld"):
             _release_again(work, history, clock, job)
         elif job.reason not in _ABOUT_TO_START or action.detail == SLOW:
@@ -363,7 +369,7 @@ def _submit(work: Work, history: History, clock: Clock) -> None:
     work.tag_is_new = False
     try:
         script = RunDir(work.run.config.run_dir).script
-        job_id, said = submit_elsewhere(work.scheduler, work.run, script, work.action.job_id, history, clock.wall())
+        job_id, said = submit_elsewhere(_places(work), work.run, script, work.action.job_id, history, clock.wall())
     except SchedulerError as error:
         if error.transient:
             raise
@@ -430,10 +436,18 @@ def _joined(*parts: str) -> str:
     return "; ".join(filter(None, parts))
 
 
+def _round(work: Work) -> Round:
+    assert work.round is not None  # noqa: S101 - carry_out sets it
+    return work.round
+
+
+def _places(work: Work) -> Places:
+    return _round(work).places_of(work)
+
+
 def _read(work: Work, history: History) -> JobRecord | None:
     """None also where the id is another job's by now: nothing is ever done to that one."""
-    assert work.round is not None  # noqa: S101 - carry_out sets it
-    job = work.round.job(work)
+    job = _round(work).job(work)
     if job is None or is_the_runs_own(job, work.run, history.latest_attempt(work.run.run_id)):
         return job
     return None

@@ -2,10 +2,11 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from krea_runner.errors import JobNotFound, SchedulerError
+from krea_runner.errors import SchedulerError
 from krea_runner.history.exclusions import list_exclusions
 from krea_runner.history.store import History
 from krea_runner.model import Run, RunConfig
@@ -13,12 +14,28 @@ from krea_runner.schedulers import NodeRecord, Placement, Scheduler
 from krea_runner.schedulers.nodelist import expand, fold
 
 
-def start_elsewhere(scheduler: Scheduler, run: Run, job_id: str, history: History, now: float) -> str:
+@dataclass(slots=True)
+class Places:
+    """Where jobs may go, and what state those nodes are in: asked once for all jobs that are started again together, and only
+    when one of them has exclusions on record."""
+
+    scheduler: Scheduler
+    job_ids: Sequence[str]
+    _known: tuple[Mapping[str, Placement], Mapping[str, NodeRecord]] | None = None
+
+    def seen(self) -> tuple[Mapping[str, Placement], Mapping[str, NodeRecord]]:
+        """Raises: SchedulerError."""
+        if self._known is None:
+            self._known = self.scheduler.placements(self.job_ids), self.scheduler.nodes()
+        return self._known
+
+
+def start_elsewhere(places: Places, run: Run, job_id: str, history: History, now: float) -> str:
     """Lift the start time, together with the exclusions that are on record. Returns what is to be said of those.
 
     Raises: SchedulerError.
     """
-    excluded = _excluded(scheduler, run, job_id, history, now)
+    scheduler, excluded = places.scheduler, _excluded(places, run, job_id, history, now)
     if excluded is None:
         scheduler.start_now(job_id)
         return ""
@@ -26,14 +43,14 @@ def start_elsewhere(scheduler: Scheduler, run: Run, job_id: str, history: Histor
 
 
 def submit_elsewhere(
-    scheduler: Scheduler, run: Run, script: Path, old_job: str, history: History, now: float
+    places: Places, run: Run, script: Path, old_job: str, history: History, now: float
 ) -> tuple[str, str]:
     """Submit the run's script as a new job, in place of `old_job`, off the same nodes. Returns the job id, and what is to be
     said of the exclusions.
 
     Raises: SchedulerError, as submit does.
     """
-    excluded = _excluded(scheduler, run, old_job, history, now)
+    scheduler, excluded = places.scheduler, _excluded(places, run, old_job, history, now)
     if excluded is None:
         return scheduler.submit(script, tag=run.tag), ""
     return _first_with(
@@ -56,20 +73,19 @@ def _first_with(excluded: Sequence[str], do: Callable[[], _T], without: Callable
         return without(), f"NOT kept off {fold(excluded)}: {error}"
 
 
-def _excluded(scheduler: Scheduler, run: Run, job_id: str, history: History, now: float) -> list[str] | None:
+def _excluded(places: Places, run: Run, job_id: str, history: History, now: float) -> list[str] | None:
     """The job's whole list; None when it is right as it is. A run without exclusions costs no question."""
     known = list_exclusions(history, user=run.user, run_id=run.run_id)
     if not known:
         return None
-    try:
-        placement = scheduler.placement(job_id)
-    except JobNotFound:  # the partition of a job that is forgotten, where run.toml names one
-        named = str(run.config.slurm.get("partition", ""))
-        placement = Placement(tuple(filter(None, named.split(","))))
+    placements, nodes = places.seen()
+    # The partition of a job that is forgotten, where run.toml names one.
+    named = str(run.config.slurm.get("partition", ""))
+    placement = placements.get(job_id) or Placement(tuple(filter(None, named.split(","))))
     active = list(dict.fromkeys(exclusion.node for exclusion in known if exclusion.is_active(now)))
     ever = {exclusion.node for exclusion in known}
     own = list(dict.fromkeys([*users_own(run.config), *(node for node in placement.excluded if node not in ever)]))
-    chosen = choose(scheduler.nodes(), placement, own, active, run.config.gang.nodes)
+    chosen = choose(nodes, placement, own, active, run.config.gang.nodes)
     wanted = [*own, *chosen]
     return None if set(wanted) == set(placement.excluded) else wanted
 

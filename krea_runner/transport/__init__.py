@@ -1,11 +1,10 @@
 """One seam to the host on which a scheduler's commands run: this one, or a login node over SSH (transport/ssh.py)."""
 
-import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from krea_runner.proc import Completed, clean_environment, run
+from krea_runner.proc import Completed, run
 
 __all__ = ["HERE", "Here", "Transport"]
 
@@ -15,12 +14,18 @@ class Transport(Protocol):
     """What the user calls the other host; empty for this one."""
 
     def run(
-        self, argv: Sequence[str], *, timeout_s: float, users_environment: bool = False, stdin: str | None = None
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        users_env: Mapping[str, str] | None = None,
+        stdin: str | None = None,
     ) -> Completed:
         """Run `argv` to its end, as `proc.run` does, in that host's environment without what would leak (proc.py).
 
-        With `users_environment` nothing else is changed (sbatch: its environment becomes the job's); otherwise messages
-        are in English and times are epochs. Never sent a second time: a cut connection means that nobody knows.
+        `users_env` is used as it is (sbatch: its environment becomes the job's), on another host that host's own in its
+        place; without it messages are in English and times are epochs. Never sent a second time: a cut connection means
+        that nobody knows.
         Raises: OSError where the command does not exist or may not be run; SchedulerUnavailable where the host could
         not be reached or the connection was cut before the end.
         """
@@ -36,10 +41,14 @@ class Here:
     host = ""
 
     def run(
-        self, argv: Sequence[str], *, timeout_s: float, users_environment: bool = False, stdin: str | None = None
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        users_env: Mapping[str, str] | None = None,
+        stdin: str | None = None,
     ) -> Completed:
-        env = clean_environment(os.environ) if users_environment else None
-        return run(argv, timeout_s=timeout_s, env=env, stdin=stdin)
+        return run(argv, timeout_s=timeout_s, env=users_env, stdin=stdin)
 
     def has(self, command: str) -> bool:
         return shutil.which(command) is not None

@@ -11,7 +11,7 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,9 +49,9 @@ exec "$@"
 _SETTINGS = f"export {' '.join(f'{name}={value}' for name, value in FOR_READING.items())}\n"
 
 
-def remote_line(argv: Sequence[str], *, timeout_s: float, users_environment: bool) -> str:
+def remote_line(argv: Sequence[str], *, timeout_s: float, users_env: bool) -> str:
     """One line for whatever shell the user has over there: every word of `argv` arrives as it is."""
-    script = _SCRIPT.replace("{settings}", "" if users_environment else _SETTINGS)
+    script = _SCRIPT.replace("{settings}", "" if users_env else _SETTINGS)
     return "exec " + shlex.join(["/bin/sh", "-c", script, "krea_runner", f"{timeout_s:g}", *argv])
 
 
@@ -70,11 +70,16 @@ class Ssh:
         self._lock = threading.RLock()
 
     def run(
-        self, argv: Sequence[str], *, timeout_s: float, users_environment: bool = False, stdin: str | None = None
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        users_env: Mapping[str, str] | None = None,
+        stdin: str | None = None,
     ) -> Completed:
         import paramiko
 
-        line = remote_line(argv, timeout_s=timeout_s, users_environment=users_environment)
+        line = remote_line(argv, timeout_s=timeout_s, users_env=users_env is not None)
         channel = self.open_channel()
         started = time.monotonic()
         try:

@@ -15,6 +15,7 @@ import pytest
 
 from krea_runner.errors import JobNotFound, SchedulerError
 from krea_runner.model import JobRecord, JobState
+from krea_runner.proc import packed
 from krea_runner.schedulers import Scheduler, open_scheduler
 from krea_runner.schedulers.local import LocalScheduler
 from krea_runner.schedulers.nodelist import expand
@@ -223,6 +224,18 @@ def test_an_ended_job_can_be_requeued_so_callers_must_know_better(bench: Bench, 
     assert bench.wait(job_id, JobState.RUNNING).restart_count == 1
 
 
+def test_a_job_gets_the_environment_that_is_kept_beside_its_script(
+    bench: Bench, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "ssh" in request.node.callspec.id:
+        pytest.skip("over SSH it is the login node's own")
+    (bench.folder / "submit.env").write_bytes(packed({**os.environ, "MINE": "a\nb", "SLURM_NTASKS": "9"}))
+    monkeypatch.setenv("MINE", "of another shell")
+    monkeypatch.setenv("CRONS_OWN", "1")
+    job_id = bench.submit('echo "<$MINE|${CRONS_OWN-none}>"', nodes=1, tasks=1)
+    bench.wait_for_output(job_id, "<a\nb|none>")
+
+
 def test_a_pending_job_is_not_requeued(bench: Bench) -> None:
     job_id = bench.submit("srun sleep 600")
     bench.wait(job_id, JobState.RUNNING)
@@ -331,7 +344,7 @@ def test_an_excluded_node_is_not_used_after_a_requeue_and_the_users_own_exclusio
     with pytest.raises(SchedulerError, match="Invalid node name"):
         bench.scheduler.exclude(job_id, ["no-such-node"])
     bench.scheduler.exclude(job_id, bad)
-    assert set(bench.scheduler.placement(job_id).excluded) == {own, *bad}
+    assert set(bench.scheduler.placements([job_id])[job_id].excluded) == {own, *bad}
     bench.start_again(job_id)
     assert not {own, *bad} & set(expand(bench.wait(job_id, JobState.RUNNING).nodelist))
     wait_until(lambda: bench.output(job_id).count("on ") == 2, "the second start", lambda: bench.output(job_id))
@@ -348,7 +361,7 @@ def test_a_start_with_exclusions_replaces_them_in_one_call(bench: Bench) -> None
     time.sleep(math.floor(now) + 1.15 - now)
     bench.scheduler.start_now(job_id, [one])
     assert expand(bench.wait(job_id, JobState.RUNNING).nodelist) == [two]
-    assert bench.scheduler.placement(job_id).excluded == (one,)
+    assert bench.scheduler.placements([job_id])[job_id].excluded == (one,)
 
 
 def test_a_new_job_with_exclusions_has_them_in_place_of_its_scripts_own(bench: Bench) -> None:
@@ -356,7 +369,7 @@ def test_a_new_job_with_exclusions_has_them_in_place_of_its_scripts_own(bench: B
     bench.submit("sleep 600", nodes=1, tasks=1, more=f"#SBATCH --exclude={own}")
     job_id = bench.scheduler.submit(bench.folder / "script-0", tag="krea/test", excluded=[own, bad])
     bench.jobs.append(job_id)
-    assert set(bench.scheduler.placement(job_id).excluded) == {own, bad}
+    assert set(bench.scheduler.placements([job_id])[job_id].excluded) == {own, bad}
     assert not {own, bad} & set(expand(bench.wait(job_id, JobState.RUNNING).nodelist))
     with pytest.raises(SchedulerError) as refused:
         bench.scheduler.submit(bench.folder / "script-0", tag="krea/test", excluded=["no-such-node"])

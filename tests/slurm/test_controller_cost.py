@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from krea_runner.clock import SystemClock
+from krea_runner.history.exclusions import add_exclusions
 from krea_runner.history.store import History, open_history
 from krea_runner.model import DecisionKind, JobState, RunConfig, RunState
 from krea_runner.proc import run
@@ -33,7 +35,7 @@ class Desk:
 
     def add(self, number: int, *, tag: str = "", command: str = "") -> str:
         """A run whose job waits in the queue, held; or does `command`."""
-        tag = tag or f"krea_runner/cost{number}"
+        tag = tag or f"krea_runner/{uuid.uuid4().hex}"
         config = RunConfig(
             name=f"run{number}", slug=f"run{number}", run_dir=self.folder / str(number), command=("true",),
             workdir=self.folder,
@@ -108,8 +110,12 @@ def test_a_controller_that_stands_still_costs_one_question_and_is_could_not_see(
     assert desk.history.incidents() == []
 
 
-def test_runs_that_crash_together_cost_hardly_more_looks_than_one(desk: Desk) -> None:
-    """The dance of a requeue looks at the job ten times a second: at all jobs at once, and accounting is asked once."""
+@pytest.mark.parametrize("off", [[], ["n4"]], ids=["anywhere", "off a node"])
+def test_runs_that_crash_together_cost_hardly_more_looks_than_one(desk: Desk, off: list[str]) -> None:
+    """The dance of a requeue looks at the job ten times a second: at all jobs at once. Accounting is asked once, and so are the
+    nodes where there are exclusions."""
+    now = desk.clock.wall()
+    add_exclusions(desk.history, off, run_id=None, user="root", reason="why", who="h", now=now, expires_at=None)
     jobs = [desk.add(number, command="exit 7") for number in range(12)]
     until(lambda: {job.state for job in desk.slurm.jobs(jobs).values()} == {JobState.FAILED}, "the crashes")
     time.sleep(1.1)  # into another second than the starts
@@ -117,6 +123,7 @@ def test_runs_that_crash_together_cost_hardly_more_looks_than_one(desk: Desk) ->
     report = tick(desk.supervisor)
     assert {job.restart_count for job in desk.slurm.jobs(jobs).values()} == {1}, report
     assert [incident.decision.kind for incident in desk.history.incidents()] == [DecisionKind.REQUEUE] * len(jobs)
-    assert desk.asked["scontrol"] == 2 * len(jobs)  # requeue, and the start time
+    assert desk.asked["scontrol"] == 2 * len(jobs) + len(off)  # requeue, and the start time; show node
+    assert {placed.excluded for placed in desk.slurm.placements(jobs).values()} == {tuple(off)}
     assert desk.asked["sacct"] == 1
     assert desk.asked["squeue"] < 5 * len(jobs)

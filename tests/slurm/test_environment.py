@@ -6,6 +6,7 @@ import os
 import pwd
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -225,6 +226,29 @@ def test_a_crash_and_its_restart_are_the_same_in_any_environment(name: str, desk
 def test_a_crash_and_its_restart_are_the_same_from_an_empty_environment(desk: Desk, clean: dict[str, Any]) -> None:
     desk.bare = True
     assert one_crash(desk) == clean
+
+
+def test_a_job_submitted_again_from_cron_has_the_environment_of_the_first_submission(desk: Desk) -> None:
+    rank = 'env >"rank.$SLURM_JOB_ID"; while [ ! -e crash ]; do sleep 0.1; done; rm crash; exit 7'
+    (desk.folder / "run.toml").write_text(
+        f'[run]\nname = "again"\ncommand = {json.dumps(["bash", "-c", rank])}\ndir = "run"\n'
+    )
+    desk.hostile = {"MY_ENV": "größe", "EMPTY": "", "SLURM_CPU_BIND": "map_cpu:0"}
+    job_id = desk.said("submit", "run.toml")["job_id"]
+    until((desk.folder / f"rank.{job_id}").exists, "the rank")
+    desk.slurm("scontrol", "update", f"jobid={job_id}", "requeue=0")
+    (desk.folder / "crash").touch()
+    until(lambda: desk.job(job_id)[0] == "FAILED", "the crash")
+    desk.bare, desk.hostile = True, {"PATH": os.environ["PATH"], "CRONS_OWN": "1"}
+    desk.krea("supervise", "--once")
+    again = desk.said("status")["runs"][0]["job"]["job_id"]
+    assert again != job_id
+    until((desk.folder / f"rank.{again}").exists, "the rank of the new job")
+    before, after = (_environment(desk.folder / f"rank.{one}") for one in (job_id, again))
+    numbers = {name for name in before if "SLURM" in name or name.startswith(("KREA_", "MASTER_", "_"))}
+    assert {**after, **{name: before[name] for name in numbers}} == before
+    assert (before["MY_ENV"], before["EMPTY"], after["KREA_ATTEMPT"]) == ("größe", "", f"{again}.r0")
+    assert stat.S_IMODE((desk.folder / "run" / "submit.env").stat().st_mode) == 0o600
 
 
 @contextlib.contextmanager

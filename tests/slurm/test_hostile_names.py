@@ -36,7 +36,7 @@ def test_a_job_with_a_name_and_a_tag_of_any_bytes_is_read_like_any_other(lab: La
     said("scontrol", "update", f"jobid={job_id}", f"name={NASTY}")
     job = lab.wait(job_id, JobState.RUNNING)
     assert [found.job_id for found in lab.slurm.find_by_tag(tag)] == [job_id]
-    assert lab.slurm.placement(job_id).partitions == ("train",)
+    assert lab.slurm.placements([job_id])[job_id].partitions == ("train",)
     lab.slurm.cancel(job_id)
     assert (job.restart_count, lab.wait(job_id, JobState.CANCELLED).job_id) == (0, job_id)
 
@@ -79,7 +79,7 @@ def test_a_partition_of_any_name_is_read(lab: Lab) -> None:  # noqa: F811
     said("scontrol", "create", "partitionname=a|b ü\x1b", "nodes=n4")
     try:
         job_id = lab.submit("sleep 600", '--partition="a|b ü\x1b"', "--exclude=n3")
-        assert lab.slurm.placement(job_id) == Placement(("a|b ü\x1b",), ("n3",))
+        assert lab.slurm.placements([job_id])[job_id] == Placement(("a|b ü\x1b",), ("n3",))
         lab.slurm.cancel(job_id)
         lab.wait(job_id, JobState.CANCELLED)
     finally:

@@ -86,14 +86,16 @@ class Cluster:
         run(argv, timeout_s=60)
 
     def processes(self, *names: str, node: str = "") -> list[int]:
-        """Daemons of this cluster; step daemons of `node` have its name in their title."""
+        """Of this cluster, those whose program or script is called so; step daemons of `node` have its name in their title."""
+        called = re.compile(f"(?:.*/)?(?:{'|'.join(map(re.escape, names))})(?:[: ].*)?")
         found = []
         for proc in Path("/proc").glob("[0-9]*"):
             try:
                 words = (proc / "cmdline").read_bytes().split(b"\0")
                 ours = f"SLURM_CONF={self.folder}/slurm.conf".encode() in (proc / "environ").read_bytes()
                 title = b" ".join(words).decode()
-                if ours and any(name in title for name in names) and (not node or self._is_of(proc, title, node)):
+                is_called = any(called.fullmatch(word.decode()) for word in words[:2])
+                if ours and is_called and (not node or self._is_of(proc, title, node)):
                     found.append(int(proc.name))
             except OSError:
                 continue
@@ -512,25 +514,23 @@ def _(case: Case) -> None:
     case.submit()
     case.running()
     # The new controller would have the nodes end what it does not know; whether the script still writes down its end then, is
-    # a race. Here nobody is left who could, except on 26.05, whose new controller then answers no client for a minute.
-    names = ("slurmctld",) if slurm_version() >= (26, 5) else ("slurmctld", "slurmstepd", "slurm_script", "rank.py")
-    for pid in case.cluster.processes(*names):
+    # a race. Here nobody is left who could.
+    for pid in case.cluster.processes("slurmctld", "slurmstepd", "slurm_script", "rank.py"):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     until(lambda: not case.cluster.processes("slurmctld"), "the controller's end")
     shutil.rmtree(case.cluster.folder / "state")
     (case.cluster.folder / "state").mkdir()
     subprocess.run(["slurmctld", "-c"], check=True, stdin=subprocess.DEVNULL, capture_output=True)
-    seen: list[str] = []
 
     def all_idle() -> bool:
-        seen[:] = run(["sinfo", "-h", "-N", "-o", "%N %T"], timeout_s=60).stdout.splitlines()
+        seen = run(["sinfo", "-h", "-N", "-o", "%N %T"], timeout_s=60).stdout.splitlines()
         out = [line.split()[0] for line in seen if re.search("drain|down", line)]
         for node in out:  # a node whose step daemons were killed may be taken out
             case.cluster.try_to("scontrol", "update", f"nodename={node}", "state=resume")
         return bool(seen) and all(line.endswith(" idle") for line in seen)
 
-    until(all_idle, f"the nodes: {seen}")
+    until(all_idle, "idle nodes", 120)
     while True:  # another user's jobs, until one gets our id
         job_id = case.cluster.say("sbatch", "--parsable", "-o", "/dev/null", "-N1", "--wrap=sleep 300")
         if int(job_id) >= int(case.job_id):

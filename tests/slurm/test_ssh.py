@@ -102,7 +102,7 @@ def test_the_environment_is_the_login_nodes_without_what_would_leak(
     assert {"SQUEUE_FORMAT", "SLURM_JOB_ID", "OF_THIS_HOST"} & set(seen) == set()
     assert (seen["SLURM_CONF"], seen["MY_OWN"]) == ("/site/slurm.conf", "a b")
     assert (seen["LC_ALL"], seen["SLURM_TIME_FORMAT"]) == ("C", "%s")
-    users = ssh.run(["env"], timeout_s=10, users_environment=True).stdout
+    users = ssh.run(["env"], timeout_s=10, users_env={}).stdout
     assert "SLURM_TIME_FORMAT" not in users
     assert "MY_OWN=a b" in users
 

@@ -73,9 +73,8 @@ class Replay:
     def start_now(self, job_id: str, excluded: Sequence[str] | None = None) -> None:
         self._called("start_now" if excluded is None else f"start_now off {fold(excluded)}")
 
-    def placement(self, job_id: str) -> Placement:
-        self.on.pop("placement", lambda: None)()
-        return Placement()
+    def placements(self, job_ids: Sequence[str]) -> dict[str, Placement]:
+        return {} if self.records[0] is None else {job_id: Placement() for job_id in job_ids}
 
     def nodes(self, names: Sequence[str] | None = None) -> dict[str, NodeRecord]:
         return {name: NodeRecord(name, "IDLE") for name in ("n1", "n2", "n3", "n4", "n5")}
@@ -434,7 +433,6 @@ def test_a_new_job_is_kept_off_the_same_nodes_though_the_old_one_is_forgotten(be
     exclude_n1(bench)
     bench.script()
     work, replay = bench.requeue_of(None, kind=ActionKind.RESUBMIT)
-    replay.on["placement"] = raiser(JobNotFound("forgotten"))
     bench.carry_out(work)
     assert (replay.asked, work.action.detail) == (["submit off n1"], "job 8; off n1")
 

@@ -9,7 +9,7 @@ import pytest
 from krea_runner.history.exclusions import add_exclusions, end_exclusions, list_exclusions
 from krea_runner.history.store import open_history
 from krea_runner.schedulers import NodeRecord, Placement
-from krea_runner.schedulers.slurm_nodes import parse_nodes, parse_placement
+from krea_runner.schedulers.slurm_nodes import parse_nodes, parse_placements
 from krea_runner.supervise.exclude import choose, users_own
 
 from .conftest import make_config
@@ -57,8 +57,10 @@ def test_nodes_without_the_jobs_features_or_outside_its_reservation_do_not_count
     [("(null)", set()), ("a", {"a"}), ("a&b,c", {"a", "b", "c"}), ("[a|b]&c", set()), ("a*2&b", set())],
 )
 def test_only_a_plain_list_of_features_is_judged(said: str, features: set[str]) -> None:
-    placement = parse_placement(f"train,lo\x1fn[1-2]\x1fn3\x1fbig\x1f{said}\x1e\n")
-    assert placement == Placement(("train", "lo"), ("n1", "n2"), ("n3",), "big", frozenset(features))
+    text = f"7+0\x1ftrain,lo\x1fn[1-2]\x1fn3\x1fbig\x1f{said}\x1e\n7+1\x1fa\x1f\x1f\x1f\x1f\x1e\n8\x1fb\x1f\x1f\x1f\x1f\x1e\n"
+    found = parse_placements(text)
+    assert found["7"] == Placement(("train", "lo"), ("n1", "n2"), ("n3",), "big", frozenset(features))
+    assert (list(found), found["8"]) == (["7", "8"], Placement(("b",)))
 
 
 @pytest.mark.parametrize(

@@ -401,7 +401,8 @@ def test_the_run_directory_is_made_with_what_slurm_needs_before_the_start(stage:
     assert script == run_dir.script
     assert script.read_text() == render(stage.base)
     assert run_dir.config.read_bytes() == b"# \xc3\xbc\n"
-    assert sorted(path.name for path in run_dir.root.iterdir()) == ["events", "job.sbatch", "logs", "run.toml"]
+    made = sorted(path.name for path in run_dir.root.iterdir())
+    assert made == ["events", "job.sbatch", "logs", "run.toml", "submit.env"]
     assert prepare(stage.base, run_dir.config) == script  # the copy itself may be submitted again
     assert run_dir.config.read_bytes() == b"# \xc3\xbc\n"
 

@@ -72,5 +72,5 @@ def test_the_route_goes_through_all_jump_hosts_in_order(tmp_path: Path, monkeypa
 
 
 def test_an_id_cannot_leave_its_word() -> None:
-    line = remote_line(["scontrol", "requeue", "1; reboot"], timeout_s=20, users_environment=False)
+    line = remote_line(["scontrol", "requeue", "1; reboot"], timeout_s=20, users_env=False)
     assert line.endswith(" krea_runner 20 scontrol requeue '1; reboot'")
