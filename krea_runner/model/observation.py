@@ -106,7 +106,7 @@ class SourceWatch:
     unseen_since_mono: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@by_the_thousand
 class FollowedLog:
     """How far one log was read for its progress lines."""
 

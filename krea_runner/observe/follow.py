@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
@@ -31,39 +30,42 @@ class TooSlow(Exception):
 
 
 class Log(NamedTuple):
-    path: Path
+    path: str
+    name: str
     is_whole: bool
     """It holds this attempt and nothing else: what is in it at the first look is news. Of any other log only what comes after."""
 
 
 @contextmanager
 def time_cap(seconds: float) -> Iterator[None]:
-    """Raises TooSlow within, once `seconds` have passed: CPython's `re` looks for signals while it backtracks (3.11 to 3.14).
-
-    A timer that was running goes on afterwards. Outside the main thread, where no signal arrives, there is no cap.
+    """Raises TooSlow within, once this process has computed for `seconds`: CPython's `re` looks for signals while it backtracks
+    (3.11 to 3.14). Waiting for a file system is not counted. Outside the main thread, where no signal arrives, there is no cap.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    ended: list[bool] = []
 
     def stop(_number: int, _frame: FrameType | None) -> None:
-        raise TooSlow
+        if not ended:
+            raise TooSlow
 
-    handler = signal.signal(signal.SIGALRM, stop)
-    left_s, interval_s = signal.setitimer(signal.ITIMER_REAL, seconds)
+    handler = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
-        yield
+        try:
+            yield
+        finally:
+            ended.append(True)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        if left_s:
-            signal.setitimer(signal.ITIMER_REAL, left_s, interval_s)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, handler)
 
 
 class Due(NamedTuple):
     """A log with something new in it: as it was when it was last read, and as it is."""
 
-    path: Path
+    path: str
     log: FollowedLog
     inode: int
     size_bytes: int
@@ -84,7 +86,7 @@ def follow(
     log shows progress; a log that is not there yet says nothing."""
     followed = dict(known)
     due, problems = _due(logs, followed)
-    for gone in known.keys() - {log.path.name for log in logs}:
+    for gone in known.keys() - {log.name for log in logs}:
         followed[gone] = _gone(followed[gone])
         problems.append(f"{gone} is gone")
     shown = sum(bool(item.log.mark) for item in due)
@@ -96,13 +98,13 @@ def follow(
                 try:
                     found = _read_on(item, rooms[bool(item.log.mark)], pattern)
                 except OSError as error:
-                    problems.append(f"{item.path.name}: {error.strerror or error}")
+                    problems.append(f"{item.log.name}: {error.strerror or error}")
                     continue
                 followed[item.log.name] = found.log
                 moved = moved or found.moved
                 steps += [] if found.step is None else [found.step]
                 if found.skipped and (item.log.mark or not shown):
-                    problems.append(f"{item.path.name} grew faster than it is read, and its end shows no progress")
+                    problems.append(f"{item.log.name} grew faster than it is read, and its end shows no progress")
     except TooSlow:
         problems.insert(0, f"the pattern takes more than {LOOK_S:g} s for the new lines: make it simpler")
     reading = SourceReading(name, moved, step=max(steps, default=None), unseen="" if moved else "".join(problems[:1]))
@@ -112,8 +114,7 @@ def follow(
 def _due(logs: list[Log], followed: dict[str, FollowedLog]) -> tuple[list[Due], list[str]]:
     """The logs to read on, and what could not be looked at. Those that begin to be followed at their end are put there."""
     due, problems = [], []
-    for path, is_whole in logs:
-        name = path.name
+    for path, name, is_whole in logs:
         try:
             status = os.stat(path)
         except FileNotFoundError:
@@ -156,7 +157,7 @@ def _read_on(item: Due, room: int, pattern: re.Pattern[str]) -> Found:
     rest = len(data) - 1 - max(data.rfind(b"\n"), data.rfind(b"\r"))
     if rest > LINE_CHARS:  # the end of this line is not in sight
         rest = 0
-    log = replace(log, inode=item.inode, size_bytes=size, offset=start + len(data) - rest)
+    log = FollowedLog(log.name, item.inode, size, start + len(data) - rest, log.mark)
     *lines, unfinished = _BREAK.split(data.replace(b"\0", b"").decode(errors="replace"))
     match = _match(pattern, unfinished)
     if not _mark(match):  # it may go on: before its end only what it names counts

@@ -117,16 +117,17 @@ def _logs(run_dir: RunDir, attempt: AttemptKey, job_log: Path | None) -> tuple[l
     """The attempt's logs, and why they could not be listed. A log that all attempts share is whole for the first of them."""
     first = attempt.restart_count == 0 and attempt.relaunch == 0
     if job_log is not None:
-        return ([] if job_log == Path(os.devnull) else [Log(job_log, is_whole=first)]), ""
+        return ([] if job_log == Path(os.devnull) else [Log(str(job_log), job_log.name, is_whole=first)]), ""
     folder = run_dir.attempt_logs(attempt)
     try:
         with os.scandir(folder) as entries:
-            own = [Log(Path(entry.path), is_whole=True) for entry in entries if entry.is_file(follow_symlinks=False)]
+            own = [Log(one.path, one.name, is_whole=True) for one in entries if one.is_file(follow_symlinks=False)]
     except FileNotFoundError:
         own = []
     except OSError as error:
         return [], f"could not list {folder}: {error.strerror}"
-    return [Log(run_dir.batch_log(attempt.job_id), is_whole=first), *own], ""
+    batch = run_dir.batch_log(attempt.job_id)
+    return [Log(str(batch), batch.name, is_whole=first), *own], ""
 
 
 def advance_sources(

@@ -7,6 +7,7 @@ nothing of them. `--folder`: on the file system to be measured (default: a tempo
 """
 
 import argparse
+import gc
 import os
 import re
 import resource
@@ -20,11 +21,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from krea_runner.cli.supervise import COLLECT_AFTER
 from krea_runner.clock import SystemClock
 from krea_runner.diagnose.hang import judge_hang
 from krea_runner.heartbeat import FORMAT, SLOT
 from krea_runner.history.store import open_history
-from krea_runner.history.watches import watch_from_text, watch_to_text
+from krea_runner.history.watch_text import watch_from_text, watch_to_text
 from krea_runner.model import Attempt, AttemptKey, Gang, JobRecord, JobState, RunConfig
 from krea_runner.observe import heartbeats
 from krea_runner.observe.follow import Log, follow
@@ -48,6 +50,7 @@ def main() -> None:
     if options.peak:
         peak(Path(options.peak))
         return
+    gc.set_threshold(COLLECT_AFTER)  # as `krea-runner supervise` does
     with tempfile.TemporaryDirectory(prefix="krea-bench-", dir=options.folder) as name:
         gang = Gang(options.nodes, options.ranks)
         config = RunConfig(
@@ -201,6 +204,7 @@ def logs(config: RunConfig, folder: Path, times: int) -> None:
         file.truncate(10 << 30)
         file.seek(0, os.SEEK_END)
         file.write(noise * (4 << 20 // len(noise)))
+    backlog = [Log(str(big), big.name, is_whole=True)]
     many = folder / "logs"
     many.mkdir()
     paths = [many / f"node-{node}.log" for node in range(config.gang.nodes)]
@@ -215,14 +219,14 @@ def logs(config: RunConfig, folder: Path, times: int) -> None:
 
     def look_many() -> None:
         nonlocal known
-        _, followed = follow("log", [Log(path, is_whole=True) for path in paths], known, pattern)
+        _, followed = follow("log", [Log(str(path), path.name, True) for path in paths], known, pattern)
         known = {log.name: log for log in followed}
 
     calls: dict[str, Callable[[], object]] = {
         f"rival: bare open, read, close of {len(paths)} logs": lambda: bare_python(many),
         f"{len(paths)} logs, each grown by {20 * len(noise)} bytes": look_many,
         f"{len(paths)} logs, none grown": look_many,
-        "one log, a backlog of 10 GB without a progress line": lambda: follow("log", [Log(big, True)], {}, pattern),
+        "one log, a backlog of 10 GB without a progress line": lambda: follow("log", backlog, {}, pattern),
     }
     spent = by_turns(calls, times, all_write)
     print("\n| a look for progress lines | CPU ms, min | CPU ms, median |\n|---|---|---|")
