@@ -19,7 +19,7 @@ from krea_runner.errors import HistoryError, NotFound
 from krea_runner.history.database import Database, open_history_file
 from krea_runner.history.rows import action_of, attempt_of, incident_of, run_of
 from krea_runner.history.schema import actions, attempts, incidents, runs
-from krea_runner.history.watch_text import watch_from_text, watch_to_text
+from krea_runner.history.watches import watch_from_text, watch_to_text
 from krea_runner.model import (
     Action,
     ActionKind,

@@ -10,7 +10,6 @@ import argparse
 import gc
 import os
 import re
-import resource
 import statistics
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from krea_runner.clock import SystemClock
 from krea_runner.diagnose.hang import judge_hang
 from krea_runner.heartbeat import FORMAT, SLOT
 from krea_runner.history.store import open_history
-from krea_runner.history.watch_text import watch_from_text, watch_to_text
+from krea_runner.history.watches import watch_from_text, watch_to_text
 from krea_runner.model import Attempt, AttemptKey, Gang, JobRecord, JobState, RunConfig
 from krea_runner.observe import heartbeats
 from krea_runner.observe.follow import Log, follow
@@ -140,10 +139,17 @@ def bare_python(folder: Path) -> None:
 
 
 def peak(folder: Path) -> None:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    before = peak_mb()
     reading = read_heartbeats(folder, str(KEY))
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    print(f"Peak of a process that looks once at {len(reading.ranks)} ranks: {after} MB ({before} MB before the look).")
+    print(
+        f"Peak of a process that looks once at {len(reading.ranks)} ranks: {peak_mb()} MB ({before} MB before the look)."
+    )
+
+
+def peak_mb() -> int:
+    """Of this program alone: ru_maxrss begins with what its parent had (Linux)."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) // 1024
 
 
 class Says:
@@ -232,7 +238,7 @@ def logs(config: RunConfig, folder: Path, times: int) -> None:
     print("\n| a look for progress lines | CPU ms, min | CPU ms, median |\n|---|---|---|")
     for name, values in spent.items():
         print(f"| {name} | {min(values):.0f} | {statistics.median(values):.0f} |")
-    print(f"\nPeak of this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024} MB.")
+    print(f"\nPeak of this process: {peak_mb()} MB.")
 
 
 if __name__ == "__main__":
