@@ -36,7 +36,6 @@ def supervise(
     """
     from krea_runner.cli import context
     from krea_runner.config.durations import parse_duration
-    from krea_runner.errors import ConfigError
     from krea_runner.history.ticks import last_ticks
     from krea_runner.supervise.loop import run_loop
 
@@ -48,7 +47,7 @@ def supervise(
         every_s = parse_duration(every) if every else 5.0
         for_s = 0.0 if once else (parse_duration(duration) if duration else None)
     except ValueError as error:
-        raise ConfigError(str(error), hint="durations look like 55s, 2m, 1h30m") from None
+        raise typer.BadParameter(f"{error}; durations look like 55s, 2m, 1h30m") from None
     gc.set_threshold(COLLECT_AFTER)
     supervisor = context.supervisor(dry_run=dry_run)
     printer = _Printer(

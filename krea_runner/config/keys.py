@@ -78,6 +78,11 @@ def count(least: int) -> Check:
     return check
 
 
+def budget(value: Any) -> float | None:
+    """Seconds; None where it is to be learned."""
+    return None if value == "auto" else parse_duration(value)
+
+
 def factor(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= 100:
         raise ValueError(f"a number from 1 to 100 is wanted, not {value!r}")
@@ -222,12 +227,15 @@ TABLES: dict[str, tuple[Key, ...]] = {
     ),
     "slurm": (*_SLURM_KEYS, Key("extra", options, "Whole sbatch options that have no key here.", "[]")),
     "budgets": (
-        Key("startup", parse_duration, "From the start to the first step.", "30m"),
-        Key("step", parse_duration, "Between two beats while stepping. No budget is judged below 3.5 s.", "5m"),
-        Key("checkpoint", parse_duration, "In the phase `checkpoint`.", "15m"),
-        Key("evaluation", parse_duration, "In the phase `evaluation`.", "30m"),
-        Key("shutdown", parse_duration, "In the phase `shutdown`.", "10m"),
-        Key("default", parse_duration, "In a phase of any other name.", "15m"),
+        Key("startup", budget, "From the start to the first step.", "auto"),
+        Key("compile", budget, "In the phase `compile`, and between the first steps of an attempt (where `step` is `auto`).",
+            "auto"),
+        Key("step", budget, "Between two beats while stepping. No budget is judged below 3.5 s.", "auto"),
+        Key("data", budget, "In the phase `data`: the loop waits for its next batch.", "auto"),
+        Key("checkpoint", budget, "In the phase `checkpoint`.", "auto"),
+        Key("evaluation", budget, "In the phase `evaluation`.", "auto"),
+        Key("shutdown", budget, "In the phase `shutdown`.", "auto"),
+        Key("default", budget, "In a phase of any other name.", "auto"),
         Key("second_look", factor, "Without a second signal that agrees, wait this many times the budget.", "2.0"),
     ),
     "checkpoint": (

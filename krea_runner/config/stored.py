@@ -27,6 +27,8 @@ def config_from_json(text: str) -> RunConfig:
     policy = plain["policy"]
     if "never_restart_exit_codes" in policy:
         policy["never_restart_exit_codes"] = tuple(policy["never_restart_exit_codes"])
+    budgets = plain["budgets"]
+    budgets["fixed"] = tuple(budgets.get("fixed", [key.removesuffix("_s") for key in budgets if key.endswith("_s")]))
     slurm = plain["slurm"]
     if "extra" in slurm:
         slurm["extra"] = tuple(slurm["extra"])
@@ -39,7 +41,7 @@ def config_from_json(text: str) -> RunConfig:
         "env": MappingProxyType(plain["env"]),
         "slurm": MappingProxyType(slurm),
         "gang": _known(Gang, plain["gang"]),
-        "budgets": _known(Budgets, plain["budgets"]),
+        "budgets": _known(Budgets, budgets),
         "checkpoint": _known(CheckpointSpec, checkpoint),
         "policy": _known(Policy, policy),
         "progress": _known(ProgressSpec, plain.get("progress", {})),

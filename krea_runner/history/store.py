@@ -293,7 +293,9 @@ class History:
             "step": finding.step,
             "last_progress_at": finding.last_progress_at, "evidence": json.dumps(finding.evidence),
             "suspects": json.dumps([asdict(suspect) for suspect in finding.suspects]),
-            "agreed_by": finding.agreed_by, "checkpoint_step": checkpoint_step, "noticed_at": now,
+            "agreed_by": finding.agreed_by,
+            "diagnosis": None if finding.diagnosis is None else json.dumps(asdict(finding.diagnosis)),
+            "checkpoint_step": checkpoint_step, "noticed_at": now,
             "decision": decision.kind, "decision_reason": decision.reason,
         }  # fmt: skip
         with self._db.write() as connection:

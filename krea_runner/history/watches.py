@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 from krea_runner.model import FollowedLog, RankWatch, SourceWatch, Watch
+from krea_runner.model.learned import learned_of
 
 _MANY: dict[str, type[Any]] = {"ranks": RankWatch, "sources": SourceWatch, "followed": FollowedLog}
 T = TypeVar("T")
@@ -22,6 +23,7 @@ def watch_from_text(text: str) -> Watch | None:
     """None where another version wrote it, with other fields: its clocks are begun afresh."""
     try:
         plain = json.loads(text)
+        plain |= {"learned": learned_of(plain["learned"]), "behind": tuple(map(tuple, plain["behind"]))}
         return Watch(**plain | {name: _records(kind, plain[name]) for name, kind in _MANY.items()})
     except (TypeError, KeyError, AttributeError):
         return None

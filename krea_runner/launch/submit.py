@@ -2,6 +2,7 @@
 
 import os
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from krea_runner.clock import Clock
@@ -12,13 +13,22 @@ from krea_runner.model import Run, RunConfig, RunState
 from krea_runner.proc import packed
 from krea_runner.rundir import RunDir
 from krea_runner.schedulers import Scheduler
+from krea_runner.supervise.exclude import Places, submit_elsewhere
 from krea_runner.transport.mirror import put_files
 
 
 def submit(
-    config: RunConfig, source: Path | bytes, *, history: History, scheduler: Scheduler, user: str, clock: Clock
+    config: RunConfig,
+    source: Path | bytes,
+    *,
+    history: History,
+    scheduler: Scheduler,
+    user: str,
+    clock: Clock,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Run:
-    """Record the intent, prepare the directory, queue the job, record its id.
+    """Record the intent, prepare the directory, queue the job off the nodes that the user has excluded from all runs, record
+    its id. `tell` is given what is to be said of those nodes.
 
     Raises: HistoryError when the directory has a live run; SchedulerUnavailable when no answer came: the run stays
     SUBMITTING and the supervisor looks for its tag; any other KreaRunnerError: nothing was queued, the run is STOPPED.
@@ -26,7 +36,8 @@ def submit(
     tag = f"krea_runner/{uuid.uuid4().hex}"
     run = history.create_run(config, user=user, tag=tag, now=clock.wall())
     try:
-        job_id = scheduler.submit(prepare(config, source), tag=tag)
+        script = prepare(config, source)
+        job_id, off = submit_elsewhere(Places(scheduler, ()), run, script, "", history, clock.wall())
     except SchedulerUnavailable as error:
         error.hint = (
             "the job may exist all the same: do not submit again; `krea-runner supervise` finds it by its tag, "
@@ -36,6 +47,8 @@ def submit(
     except KreaRunnerError as error:
         history.set_run_state(run.run_id, RunState.STOPPED, f"not submitted: {error}", now=clock.wall())
         raise
+    if off:
+        tell(off)
     if not history.set_submitted(run.run_id, job_id, now=clock.wall()):
         scheduler.cancel(job_id)
         raise KreaRunnerError(

@@ -2,17 +2,20 @@
 are said to be monotonic."""
 
 from krea_runner.model.incident import (
+    EXPLAINED,
     Action,
     ActionKind,
     ActionStage,
     Decision,
     DecisionKind,
+    Diagnosis,
     Finding,
     Incident,
     Suspect,
     Symptom,
 )
 from krea_runner.model.job import AttemptKey, JobRecord, JobState
+from krea_runner.model.learned import Budget, Learned
 from krea_runner.model.observation import (
     BEAT_FILES,
     CHECKPOINTS,
@@ -37,6 +40,7 @@ from krea_runner.model.settings import SCHEDULERS, Budgets, CheckpointSpec, Gang
 __all__ = [
     "BEAT_FILES",
     "CHECKPOINTS",
+    "EXPLAINED",
     "LOG",
     "LOG_PATTERN",
     "SCHEDULERS",
@@ -45,12 +49,14 @@ __all__ = [
     "ActionStage",
     "Attempt",
     "AttemptKey",
+    "Budget",
     "Budgets",
     "Checkpoint",
     "CheckpointReading",
     "CheckpointSpec",
     "Decision",
     "DecisionKind",
+    "Diagnosis",
     "Finding",
     "FollowedLog",
     "Gang",
@@ -58,6 +64,7 @@ __all__ = [
     "Incident",
     "JobRecord",
     "JobState",
+    "Learned",
     "LogReading",
     "Policy",
     "ProgressSpec",

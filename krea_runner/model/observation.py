@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from krea_runner.model.job import JobRecord
+from krea_runner.model.learned import WARM_UP_STEPS, Learned
 from krea_runner.model.many import by_the_thousand
 from krea_runner.model.run import Attempt, Run
 
@@ -72,6 +73,8 @@ class RankWatch:
     phase_budget_s: float | None
     beat_moved_mono: float
     flush_moved_mono: float
+    seen_mono: float | None = None
+    """At which look it was last there to be read."""
 
 
 # The sources of progress besides heartbeats.
@@ -132,6 +135,24 @@ class Watch:
     log_moved_mono: float = 0.0
     moved_wall_at: float | None = None
     """When any beat was last seen to move, for people."""
+    looked_mono: float | None = None
+    look_s: float = 0.0
+    """Between the last two looks."""
+    first_step: int | None = None
+    """Of this attempt, as far as it was watched: its first steps are a warm-up."""
+    unseen_since_mono: float | None = None
+    """Since when some rank that was there before cannot be read."""
+    behind: tuple[tuple[str, float], ...] = ()
+    """(node, share of late looks at which it was at a lower step than others), where that is worth a word."""
+    learned: Learned = field(default_factory=Learned)
+    slow_said: bool = False
+    """That it has become slow was news once, and is no more."""
+
+    @property
+    def is_warming_up(self) -> bool:
+        newest = max((rank.step for rank in self.ranks), default=-1)
+        return self.first_step is None or newest - self.first_step < WARM_UP_STEPS
+
     sources: tuple[SourceWatch, ...] = ()
     followed: tuple[FollowedLog, ...] = ()
 

@@ -23,16 +23,23 @@ class Gang:
 @dataclass(frozen=True, slots=True)
 class Budgets:
     """How long, in seconds, a rank may go without a beat in each phase. A budget given by the rank itself
-    (`hb.phase(name, budget=...)`) wins; a phase that is not named here gets `default_s`."""
+    (`hb.phase(name, budget=...)`) wins; a phase that is not named here gets `default_s`.
+
+    A phase in `fixed` has the value that stands here; any other learns (model/learned.py), and this is its budget while it
+    knows nothing."""
 
     startup_s: float = 1800.0
     step_s: float = 300.0
-    checkpoint_s: float = 900.0
+    checkpoint_s: float = 1800.0
     evaluation_s: float = 1800.0
     shutdown_s: float = 600.0
-    default_s: float = 900.0
+    default_s: float = 1800.0
     second_look: float = 2.0
     """Without a second signal that agrees, wait for this many times the budget."""
+    compile_s: float = 900.0
+    """Also of the first steps of an attempt."""
+    data_s: float = 300.0
+    fixed: tuple[str, ...] = ()
 
     def for_phase(self, phase: str) -> float:
         return float(getattr(self, f"{phase}_s", self.default_s))

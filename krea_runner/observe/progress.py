@@ -131,28 +131,32 @@ def _logs(run_dir: RunDir, attempt: AttemptKey, job_log: Path | None) -> tuple[l
 
 
 def advance_sources(
-    old: Sequence[SourceWatch], readings: Sequence[SourceReading], mono: float
+    old: Sequence[SourceWatch], readings: Sequence[SourceReading], mono: float, unwatched_s: float = 0.0
 ) -> tuple[SourceWatch, ...]:
-    """The memory after one more look. A source that was there before and has nothing to show now could not be seen."""
+    """The memory after one more look. A source that was there before and has nothing to show now could not be seen. Time in which
+    nobody looked (`unwatched_s`), and time in which it could not be seen, is not time in which it stood still."""
     known = {source.name: source for source in old}
     shown = {reading.name: reading for reading in readings}
     lost = [SourceReading(name, unseen="nothing of it is left") for name in known if name not in shown]
-    return tuple(_advance(known.get(reading.name), reading, mono) for reading in [*readings, *lost])
+    return tuple(_advance(known.get(reading.name), reading, mono, unwatched_s) for reading in [*readings, *lost])
 
 
-def _advance(old: SourceWatch | None, reading: SourceReading, mono: float) -> SourceWatch:
+def _advance(old: SourceWatch | None, reading: SourceReading, mono: float, unwatched_s: float) -> SourceWatch:
     first = old is None
     old = old or SourceWatch(reading.name)
+    since = old.unseen_since_mono
+    blind_s = unwatched_s if since is None else max(unwatched_s, mono - since)
+    moved_mono = old.moved_mono
     if reading.unseen:
-        since = mono if old.unseen_since_mono is None else old.unseen_since_mono
-        old = replace(old, unseen=reading.unseen, unseen_since_mono=since)
+        old = replace(old, unseen=reading.unseen, unseen_since_mono=mono if since is None else since)
     else:
         old = replace(old, unseen="", unseen_since_mono=None)
+        moved_mono = None if moved_mono is None else min(mono, moved_mono + blind_s)
     # The checkpoints that are there at first are those of earlier attempts.
     changed = reading.mark not in {"", old.mark} and not (first and reading.name == CHECKPOINTS)
     return replace(
         old,
         mark=reading.mark or old.mark,
         step=reading.step if reading.step is not None else old.step,
-        moved_mono=mono if reading.moved or changed else old.moved_mono,
+        moved_mono=mono if reading.moved or changed else moved_mono,
     )

@@ -43,7 +43,9 @@ def observe(run: Run, job: JobRecord | None, attempt: Attempt | None, memory: Wa
     run_dir = RunDir(config.run_dir)
     heartbeats = read_heartbeats(run_dir.heartbeats(attempt.key), str(attempt.key))
     log = read_logs(run_dir, attempt.key, run.config.job_log)
-    watch = _watch(attempt, memory, heartbeats, log, clock.epoch_id(), mono, wall) if _counts(job, attempt) else None
+    watch = (
+        _watch(run, attempt, memory, heartbeats, log, clock.epoch_id(), mono, wall) if _counts(job, attempt) else None
+    )
     return Snapshot(
         run=run,
         wall_at=wall,
@@ -65,6 +67,7 @@ def _counts(job: JobRecord | None, attempt: Attempt) -> bool:
 
 
 def _watch(
+    run: Run,
     attempt: Attempt,
     memory: Watch | None,
     heartbeats: HeartbeatReading,
@@ -83,6 +86,7 @@ def _watch(
         epoch_id=epoch_id,
         mono=mono,
         wall=wall,
+        budgets=run.config.budgets,
     )
 
 
@@ -95,5 +99,6 @@ def _with_sources(
     readings, followed = read_sources(
         RunDir(config.run_dir), attempt.key, config.progress, (config.checkpoint, checkpoints), config.job_log, memory
     )
-    sources = advance_sources(memory.sources if memory else (), readings, mono)
+    unwatched_s = watch.since_mono - memory.since_mono if memory is not None else 0.0
+    sources = advance_sources(memory.sources if memory else (), readings, mono, unwatched_s)
     return replace(watch, sources=sources, followed=followed)

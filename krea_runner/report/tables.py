@@ -172,17 +172,18 @@ def _incident_row(incident: Incident, when: str) -> Row:
         str(incident.attempt),
         _number(finding.step),
         finding.symptom.value,
-        finding.cause,
-        finding.node,
+        finding.known_cause,
+        finding.blamed_node,
         _number(incident.lost_steps),
         seconds(incident.notice_s),
         seconds(incident.resume_s),
         decision.kind.value,
         decision.reason,
-        finding.summary,
+        finding.line,
     )
     notes = (
         Note(f"{finding.summary} (attempt {incident.attempt})", ""),
+        *((Note(finding.why),) if finding.why else ()),
         Note(f"→ {decision.kind}: {decision.reason}", _DECISION_STYLE.get(decision.kind, "")),
     )
     return Row(cells=cells, terminal=(when, *cells[1:]), notes=notes)
@@ -192,7 +193,7 @@ def incident_line(incident: Incident, when: Callable[[float | None], str]) -> st
     """The whole incident, for the block about one run."""
     finding, decision = incident.finding, incident.decision
     end = f"; stepping again after {seconds(incident.resume_s)}" if incident.resume_s is not None else ""
-    return f"{when(incident.noticed_at)} {finding.summary} → {decision.kind}: {decision.reason}{end}"
+    return f"{when(incident.noticed_at)} {finding.line} → {decision.kind}: {decision.reason}{end}"
 
 
 # --------------------------------------------------------------------------------------------------------------- runs
@@ -273,9 +274,10 @@ def run_notes(view: RunView, now: float, when: Callable[[float | None], str]) ->
 def _last_incident(incident: Incident, when: Callable[[float | None], str]) -> str:
     """Short enough for one line of a terminal."""
     finding = incident.finding
-    where = f" on {finding.node}" if finding.node else ""
+    where = f" on {finding.blamed_node}" if finding.blamed_node else ""
     step = f" at step {finding.step}" if finding.step is not None else ""
-    return f"last incident {when(incident.noticed_at)}: {finding.symptom}{where}{step} → {incident.decision.kind}"
+    why = f" ({finding.known_cause})" if finding.known_cause != finding.cause else ""
+    return f"last incident {when(incident.noticed_at)}: {finding.symptom}{why}{where}{step} → {incident.decision.kind}"
 
 
 def run_block(view: RunView, *, now: float, when: Callable[[float | None], str]) -> list[tuple[str, str, str]]:

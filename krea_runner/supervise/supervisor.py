@@ -52,4 +52,6 @@ class Supervisor:
     starts: dict[str, list[JobRecord]] | None = None
     nodes: dict[str, NodeRecord] | None = None
     """These three in the present tick, of one scheduler: what one question after another would ask is asked at once."""
+    diagnosis_left_s: float = 0.0
+    """What is left of DIAGNOSIS_S in the present tick."""
     memory: dict[int, Watch] = field(default_factory=dict)

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -120,29 +120,53 @@ def put_files(config: RunConfig, folders: list[Path], files: dict[Path, bytes]) 
             sftp.posix_rename(partial_path, str(path))
 
 
-def copy_logs(config: RunConfig, attempt: AttemptKey, into: Path) -> None:
-    """The attempt's logs and its job's, to their places below `into`; of each the last DIAGNOSED_BYTES.
+def copy_logs(
+    config: RunConfig,
+    attempt: AttemptKey,
+    into: Path,
+    *,
+    all_bytes: int | None = None,
+    is_late: Callable[[], bool] = lambda: False,
+) -> list[tuple[str, int]]:
+    """The attempt's logs and its job's, to their places below `into`; of each the last DIAGNOSED_BYTES, or its share of
+    `all_bytes`; no more of them once `is_late` says so. Returns those that were cut or left out, with their whole size.
 
     Raises: FilesUnavailable.
     """
-    far, near = RunDir(config.run_dir), RunDir(into)
+    cut: list[tuple[str, int]] = []
     with _Session(open_ssh(config.ssh_host)) as sftp:
         pipeline = Pipeline(sftp)
-        (error,) = pipeline.together([_copy_logs(pipeline, far, near, attempt)])
+        plan = _copy_logs(pipeline, RunDir(config.run_dir), RunDir(into), attempt, all_bytes, is_late, cut)
+        (error,) = pipeline.together([plan])
         if error is not None:
             raise error
+    return cut
 
 
-def _copy_logs(pipeline: Pipeline, far: RunDir, near: RunDir, attempt: AttemptKey) -> Plan[None]:
+def _copy_logs(
+    pipeline: Pipeline,
+    far: RunDir,
+    near: RunDir,
+    attempt: AttemptKey,
+    all_bytes: int | None,
+    is_late: Callable[[], bool],
+    cut: list[tuple[str, int]],
+) -> Plan[None]:
     batch, folder = far.batch_log(attempt.job_id), far.attempt_logs(attempt)
     (told,) = yield from pipeline.stats([str(batch)])
     found = [(near.batch_log(attempt.job_id), batch, told)] if told is not None and stat.S_ISREG(told.mode) else []
     entries = yield from pipeline.listing(str(folder))
     found += [(near.attempt_logs(attempt) / e.name, folder / e.name, e) for e in entries if _is_plain_file(e)]
+    most = DIAGNOSED_BYTES if all_bytes is None else min(DIAGNOSED_BYTES, all_bytes // max(1, len(found)))
     for here, there, entry in found:
+        begin = max(0, entry.size_bytes - most)
+        if begin or is_late():
+            cut.append((str(there), entry.size_bytes))
+        if is_late():
+            continue
         here.parent.mkdir(parents=True, exist_ok=True)
         with here.open("wb") as file:
-            for at in range(max(0, entry.size_bytes - DIAGNOSED_BYTES), entry.size_bytes, AT_ONCE_BYTES):
+            for at in range(begin, entry.size_bytes, AT_ONCE_BYTES):
                 (data,) = yield from pipeline.reading([(str(there), at, min(AT_ONCE_BYTES, entry.size_bytes - at))])
                 file.write(data or b"")
 

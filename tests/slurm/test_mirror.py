@@ -15,6 +15,7 @@ import pytest
 from krea_runner.clock import SystemClock
 from krea_runner.config import load_run
 from krea_runner.config.site import state_dir
+from krea_runner.diagnose.signatures import load_catalog
 from krea_runner.errors import FilesUnavailable
 from krea_runner.heartbeat import Heartbeat
 from krea_runner.model import (
@@ -36,7 +37,9 @@ from krea_runner.model import (
 from krea_runner.observe.logs import attempt_marker
 from krea_runner.observe.snapshot import observe
 from krea_runner.rundir import RunDir
+from krea_runner.supervise.diagnosis import keep_diagnosis
 from krea_runner.supervise.evidence import keep_evidence
+from krea_runner.supervise.left_behind import Bounds, read_left_behind
 from krea_runner.transport import mirror as mirror_module
 from krea_runner.transport import ssh as ssh_module
 from krea_runner.transport.mirror import looked_at_together, mirrored, put_files
@@ -342,6 +345,41 @@ def test_evidence_is_kept_over_there_or_where_that_fails_here(far: Far, monkeypa
     assert kept is not None
     assert kept.is_relative_to(state_dir())
     assert json.loads(kept.read_text())["finding"]["cause"] == "rank_stopped"
+
+
+def test_what_a_failed_attempt_left_over_there_is_diagnosed_within_bounds(
+    far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = far.run_dir.attempt_logs(KEY)
+    logs.mkdir(parents=True)
+    (logs / "node-0.log").write_text("0: step 1\n" * 400_000 + "0: [rank0]: KeyError: 'x'\n")
+    (logs / "node-1.log").write_text("1: step 1\n")
+    catalog, snapshot = load_catalog(), far.look()
+    verdict, left = read_left_behind(snapshot, catalog, still_running=False, bounds=Bounds(far_bytes=3 << 20))
+    assert verdict is not None
+    assert (verdict.cause, verdict.problems) == (
+        "user_exception",
+        (f"log not read whole: {logs}/node-0.log: only its end, of 3.81 MiB; its lines are counted from there",),
+    )
+    assert verdict.first_evidence is not None
+    assert left.where(verdict.first_evidence.file) == f"{logs}/node-0.log"
+    verdict, left = read_left_behind(snapshot, catalog, still_running=False, is_late=lambda: True)
+    assert verdict is None
+    assert left.problems[0].startswith("log not read whole: ")
+
+    keep_diagnosis(snapshot, {"cause": "user_exception"})
+    assert json.loads((far.run_dir.incident(KEY) / "diagnosis.json").read_text()) == {"cause": "user_exception"}
+    monkeypatch.setattr(ssh_module, "CONNECT_S", 2.0)
+    far.sshd.stop()
+    (far.run_dir.incident(KEY) / "diagnosis.json").unlink()
+    verdict, _ = read_left_behind(snapshot, catalog, still_running=False)
+    assert verdict is not None
+    assert (verdict.cause, verdict.problems[0].split(":")[1]) == (
+        "user_exception",
+        " only what was copied before, reading files on login",
+    )
+    keep_diagnosis(snapshot, {"cause": "user_exception"})
+    assert len(list(state_dir().rglob("diagnosis.json"))) == 1
 
 
 @pytest.mark.parametrize("name", [b"n\xff.hb", "ü.hb".encode(), b"a\nb.hb"])

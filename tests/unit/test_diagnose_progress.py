@@ -141,6 +141,15 @@ def test_a_source_that_was_out_of_sight_and_moved_meanwhile_is_not_frozen(watche
     assert watched.spend(10, moving=(LOG_PATTERN,)).line.startswith("in progress")
 
 
+def test_a_source_that_comes_back_into_sight_as_it_was_has_its_whole_budget_left(watched) -> None:
+    """The file system was away, and the ranks waited for it too."""
+    watched.have(LOG_PATTERN)
+    watched.spend(50, moving=(LOG_PATTERN,))
+    watched.spend(5000, unseen=(LOG_PATTERN,))
+    judged = watched.spend(10)
+    assert (judged.finding, judged.line) == (None, "in progress at step 6, its log pattern moved 10 s ago")
+
+
 def test_a_pattern_that_never_fitted_kills_nothing_and_is_said(watched) -> None:
     watched.marks = {}
     readings = [SourceReading(LOG_PATTERN)]

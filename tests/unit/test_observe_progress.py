@@ -260,8 +260,17 @@ def test_a_source_that_cannot_be_seen_keeps_what_is_known_and_says_since_when() 
     blind = advance_sources(blind, [SourceReading(BEAT_FILES, unseen="Stale file handle")], 3.0)
     assert (blind[0].moved_mono, blind[0].step, blind[0].unseen_since_mono) == (1.0, 3, 2.0)
     again = advance_sources(blind, [SourceReading(BEAT_FILES, mark="a", step=3)], 4.0)
-    assert again == seen
+    assert (again[0].moved_mono, again[0].unseen, again[0].unseen_since_mono) == (
+        3.0,
+        "",
+        None,
+    )  # still for 1 s, as before
     assert advance_sources(blind, [SourceReading(BEAT_FILES, mark="b")], 4.0)[0].moved_mono == 4.0
+
+
+def test_a_watcher_that_was_stopped_has_seen_no_silence() -> None:
+    seen = advance_sources((), [SourceReading(BEAT_FILES, mark="a")], 1.0)
+    assert advance_sources(seen, [SourceReading(BEAT_FILES, mark="a")], 601.0, 590.0)[0].moved_mono == 591.0
 
 
 def test_beat_files_that_vanish_are_not_seen() -> None:
