@@ -50,5 +50,10 @@ class RunDir:
         """What the batch script itself says: its start and its true exit code."""
         return self.events / f"{attempt}.batch.jsonl"
 
+    @property
+    def left_checkpoints(self) -> Path:
+        """Names of checkpoints that no attempt is to start from any more, one a line; read by the batch script."""
+        return self.root / "checkpoints.left"
+
     def incident(self, attempt: AttemptKey) -> Path:
         return self.root / "incidents" / str(attempt)

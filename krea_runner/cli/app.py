@@ -35,6 +35,7 @@ def _app() -> "typer.Typer":  # Typer is loaded here, not at the top
     from krea_runner.cli import (
         adopt,
         check,
+        checkpoints,
         demo,
         diagnose,
         doctor,
@@ -81,6 +82,7 @@ def _app() -> "typer.Typer":  # Typer is loaded here, not at the top
             os.environ["KREA_RUNNER_STATE_DIR"] = str(state_dir.absolute())
 
     app.add_typer(nodes.app, name="nodes")
+    app.add_typer(checkpoints.app, name="checkpoints")
     for verb in (
         check.check, submit.submit, adopt.adopt, supervise.supervise, status.status, history.history, stop.stop,
         resume.resume, diagnose.diagnose, explain.explain, doctor.doctor, demo.demo,

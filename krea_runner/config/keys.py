@@ -89,6 +89,19 @@ def factor(value: Any) -> float:
     return float(value)
 
 
+def yes_or_no(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"true or false is wanted, not {value!r}")
+    return value
+
+
+def evidence_time(value: Any) -> float:
+    seconds = parse_duration(value)
+    if not 5 <= seconds <= 60:
+        raise ValueError(f"5 s to 60 s are possible, not {value!r}: the step hangs meanwhile")
+    return seconds
+
+
 def exit_codes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(code) is int and 0 < code < 256 for code in value):
         raise ValueError(f"a list of exit codes from 1 to 255 is wanted, not {value!r}")
@@ -259,5 +272,12 @@ TABLES: dict[str, tuple[Key, ...]] = {
         Key("window", parse_duration, "What `max_restarts` is counted over.", "1d"),
         Key("no_progress_limit", count(1), "Restarts after the same failure without a newer checkpoint, then hold.", "2"),
         Key("never_restart_exit_codes", exit_codes, "Exit codes that mean: a restart makes no sense.", "[93]"),
+    ),
+    "evidence": (
+        Key("collect", yes_or_no, "Whether a hung step is looked at before it is killed ([evidence](evidence.md)).", "true"),
+        Key("timeout", evidence_time, "How long that may take at most, and so how long it may put off the restart; 5 s to "
+            "60 s.", "20s"),
+        Key("py_spy", path, "Where py-spy is on the compute nodes, if it is not found (PATH, the rank's and krea_runner's own "
+            "environment).", "none"),
     ),
 }  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 from krea_runner.config.keys import OWNED, TABLES, Key
 from krea_runner.config.lines import key_lines
 from krea_runner.errors import ConfigError
-from krea_runner.model import Budgets, CheckpointSpec, Gang, Policy, ProgressSpec, RunConfig
+from krea_runner.model import Budgets, CheckpointSpec, EvidenceSpec, Gang, Policy, ProgressSpec, RunConfig
 
 MAX_BYTES = 1 << 20
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -210,6 +210,7 @@ def _build(values: dict[str, dict[str, Any]], base: Path) -> RunConfig:
     directory = checkpoint.pop("dir", None)
     second_look = {"second_look": budgets.pop("second_look")} if "second_look" in budgets else {}
     budgets = {phase: value for phase, value in budgets.items() if value is not None}  # the others learn
+    evidence = {("timeout_s" if key == "timeout" else key): value for key, value in values["evidence"].items()}
     policy = {("window_s" if key == "window" else key): value for key, value in values["policy"].items()}
     return RunConfig(
         name=run["name"],
@@ -227,6 +228,7 @@ def _build(values: dict[str, dict[str, Any]], base: Path) -> RunConfig:
         budgets=Budgets(**{f"{key}_s": value for key, value in budgets.items()}, **second_look, fixed=tuple(budgets)),
         checkpoint=CheckpointSpec(directory=_below(workdir, directory) if directory else None, **checkpoint),
         policy=Policy(**policy),
+        evidence=EvidenceSpec(**evidence),
         progress=ProgressSpec(
             **{key if key == "pattern" else f"{key}_s": value for key, value in values["progress"].items()}
         ),

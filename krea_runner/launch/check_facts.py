@@ -16,7 +16,7 @@ from krea_runner.launch.check import Facts, Ours, Report, Severity, check, read_
 from krea_runner.launch.check_rules import RULES
 from krea_runner.launch.render import render
 from krea_runner.model import CheckpointSpec, RunConfig
-from krea_runner.observe.checkpoint_times import whole_since
+from krea_runner.observe.checkpoints.times import whole_since
 from krea_runner.observe.mounts import file_system
 from krea_runner.proc import clean_environment
 from krea_runner.rundir import RunDir

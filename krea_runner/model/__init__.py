@@ -35,7 +35,16 @@ from krea_runner.model.observation import (
     Watch,
 )
 from krea_runner.model.run import Attempt, Run, RunState
-from krea_runner.model.settings import SCHEDULERS, Budgets, CheckpointSpec, Gang, Policy, ProgressSpec, RunConfig
+from krea_runner.model.settings import (
+    SCHEDULERS,
+    Budgets,
+    CheckpointSpec,
+    EvidenceSpec,
+    Gang,
+    Policy,
+    ProgressSpec,
+    RunConfig,
+)
 
 __all__ = [
     "BEAT_FILES",
@@ -57,6 +66,7 @@ __all__ = [
     "Decision",
     "DecisionKind",
     "Diagnosis",
+    "EvidenceSpec",
     "Finding",
     "FollowedLog",
     "Gang",

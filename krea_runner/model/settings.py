@@ -79,6 +79,16 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
+class EvidenceSpec:
+    """What may be spent on looking at a hung step before it is killed."""
+
+    collect: bool = True
+    timeout_s: float = 20.0
+    py_spy: str = ""
+    """A path on the compute nodes; empty: looked for."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunConfig:
     """A validated run.toml. Paths are absolute."""
 
@@ -99,6 +109,7 @@ class RunConfig:
     budgets: Budgets = field(default_factory=Budgets)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     policy: Policy = field(default_factory=Policy)
+    evidence: EvidenceSpec = field(default_factory=EvidenceSpec)
     progress: ProgressSpec = field(default_factory=ProgressSpec)
     job_log: Path | None = None
     """Of an adopted job, its own log: it has no batch script of ours, so no events and no heartbeats."""

@@ -271,6 +271,10 @@ def run_notes(view: RunView, now: float, when: Callable[[float | None], str]) ->
     return notes
 
 
+# Of what was collected before a hung step was killed (docs/reference/evidence.md), the lines that name ranks.
+_LOOKED_AT = ("collected ", "stacks: ", "processes: ")
+
+
 def _last_incident(incident: Incident, when: Callable[[float | None], str]) -> str:
     """Short enough for one line of a terminal."""
     finding = incident.finding
@@ -313,6 +317,7 @@ def run_block(view: RunView, *, now: float, when: Callable[[float | None], str])
     lines.append(("restarts", used, ""))
     if view.last_incident is not None:
         lines.append(("incident", incident_line(view.last_incident, when), ""))
+        lines += [("", line, "") for line in view.last_incident.finding.evidence if line.startswith(_LOOKED_AT)]
     if view.action is not None:
         action = view.action
         detail = f": {action.detail}" if action.detail else ""

@@ -20,6 +20,7 @@ from krea_runner.schedulers import (
     slurm_nodes,
 )
 from krea_runner.schedulers.nodelist import fold
+from krea_runner.schedulers.slurm_beside import end_beside, run_beside
 from krea_runner.schedulers.slurm_parse import (
     ACCOUNTING_OFF,
     JOB_FORMAT,
@@ -213,6 +214,14 @@ class SlurmCli:
             self._ask(cancel_argv(job_id), doing=f"cancelling job {job_id}")
         except JobNotFound:
             return
+
+    def run_beside(
+        self, job_id: str, nodes: Sequence[str], argv: Sequence[str], *, timeout_s: float, user: str = ""
+    ) -> Completed:
+        return run_beside(self.transport, checked_id(job_id), nodes, argv, timeout_s=timeout_s, user=user)
+
+    def end_beside(self, job_id: str) -> None:
+        end_beside(self.transport, checked_id(job_id))
 
     def checks(self) -> list[Check]:
         from krea_runner.schedulers.slurm_checks import checks

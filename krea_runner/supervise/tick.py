@@ -41,8 +41,9 @@ from krea_runner.schedulers import Scheduler
 from krea_runner.schedulers.nodelist import NodelistError, expand
 from krea_runner.supervise.act import SAME_SUBMIT_S, Work, carry_out, is_the_runs_own, refused_starts
 from krea_runner.supervise.attempts import action_for, closed, last_sign_mono, note_recovery, queue_line, updated
+from krea_runner.supervise.collect import begin_collections
 from krea_runner.supervise.diagnosis import diagnosed, keep_diagnosis, refine
-from krea_runner.supervise.evidence import keep_evidence
+from krea_runner.supervise.evidence import evidence_document, keep_evidence
 from krea_runner.supervise.lease import take_leases
 from krea_runner.supervise.submissions import LOST_SUBMISSION_S, end_ghosts, find_submission
 from krea_runner.supervise.supervisor import RunLine, Supervisor, TickReport
@@ -91,7 +92,7 @@ def _tick(supervisor: Supervisor, history: History, clock: Clock) -> TickReport:
 def _tick_group(supervisor: Supervisor, endpoint: str, runs: list[Run], report: TickReport) -> None:
     """All runs of one scheduler: leases first, so that what is then asked cannot be outdated by another supervisor."""
     history, clock = supervisor.history, supervisor.clock
-    supervisor.starts, supervisor.nodes = None, None
+    supervisor.starts, supervisor.nodes, supervisor.hung = None, None, {}
     leases: dict[int, Lease] = {}
     work: list[Work] = []
     try:
@@ -118,7 +119,9 @@ def _tick_group(supervisor: Supervisor, endpoint: str, runs: list[Run], report: 
             work += [
                 Work(run, scheduler, leases[run.run_id], intended[run.run_id]) for run in ours if run.run_id in intended
             ]
-        carry_out(work, history, clock, deadline=clock.mono() + ACT_S)
+        looks = begin_collections(history, clock, scheduler, jobs, supervisor.hung, ours, work)
+        carry_out(work, history, clock, deadline=clock.mono() + ACT_S + looks.longest_s, is_ready=looks.is_ready)
+        looks.finish()
         report.lines += end_ghosts(supervisor, scheduler, jobs, just_replaced={item.action.job_id for item in work})
     except (SchedulerError, FilesUnavailable, ConfigError) as error:
         settled = {line.run.run_id for line in report.lines} - {
@@ -302,6 +305,7 @@ def _handle(
         action=None if kind is None else (kind, attempt.key.restart_count),
     )
     keep_evidence(snapshot, finding)
+    supervisor.hung[run.run_id] = evidence_document(snapshot, finding)
     keep_diagnosis(snapshot, told)
     return line
 
@@ -309,6 +313,8 @@ def _handle(
 def _on_record(supervisor: Supervisor, snapshot: Snapshot, incident: Incident) -> RunLine:
     """What was decided is being waited for, or never came about: then a person is asked, not each tick told the same."""
     run, decision = snapshot.run, incident.decision
+    if not supervisor.dry_run:
+        supervisor.hung.setdefault(run.run_id)
     text = f"{incident.finding.summary}; on record, decided: {decision.kind} ({decision.reason})"
     ended = snapshot.job is None or snapshot.job.state.is_ended
     if not ended or decision.kind not in RESTARTS or supervisor.dry_run:

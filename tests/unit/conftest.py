@@ -22,6 +22,7 @@ from krea_runner.model import (
     Snapshot,
 )
 from krea_runner.observe.watch import advance_watch
+from tests.training_rank import Rank
 
 PHASES = ("startup", "compile", "step", "data", "checkpoint", "evaluation", "shutdown", "default")
 
@@ -46,6 +47,11 @@ class FakeClock:
     def sleep(self, seconds: float) -> None:
         self.now += max(seconds, 1e-3)
         self.steady += max(seconds, 1e-3)
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Rank:
+    return Rank(tmp_path)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """How often checkpoints were written."""
 
 from krea_runner.model import CheckpointSpec
-from krea_runner.observe.checkpoints import _steps
+from krea_runner.observe.checkpoints.newest import steps
 
 
 def whole_since(spec: CheckpointSpec, *, most: int) -> list[float]:
@@ -11,7 +11,7 @@ def whole_since(spec: CheckpointSpec, *, most: int) -> list[float]:
         return []
     times: list[float] = []
     try:
-        for _, name in _steps(spec.pattern, [entry.name for entry in spec.directory.iterdir()]):
+        for _, name in steps(spec.pattern, [entry.name for entry in spec.directory.iterdir()]):
             path = spec.directory / name / spec.complete if spec.complete else spec.directory / name
             if len(times) < most and path.exists():
                 times.append(path.stat().st_mtime)

@@ -18,7 +18,7 @@ def read_checkpoints(spec: CheckpointSpec) -> CheckpointReading:
         return CheckpointReading()
     try:
         with os.scandir(spec.directory) as entries:
-            found = _steps(spec.pattern, [entry.name for entry in entries])
+            found = steps(spec.pattern, [entry.name for entry in entries])
     except FileNotFoundError:
         return CheckpointReading()
     except OSError as error:
@@ -44,8 +44,13 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _steps(pattern: str, names: list[str]) -> list[tuple[int, str]]:
-    before, after = (re.escape(part) for part in pattern.split("{step}"))
-    regex = re.compile(f"{before}([0-9]{{1,18}}){after}")
+def steps(pattern: str, names: list[str]) -> list[tuple[int, str]]:
+    """Those that match, highest step first."""
+    regex = step_regex(pattern)
     matches = ((regex.fullmatch(name), name) for name in names)
     return sorted(((int(match[1]), name) for match, name in matches if match), reverse=True)
+
+
+def step_regex(pattern: str) -> "re.Pattern[str]":
+    before, after = (re.escape(part) for part in pattern.split("{step}"))
+    return re.compile(f"{before}([0-9]{{1,18}}){after}")
