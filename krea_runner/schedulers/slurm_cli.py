@@ -142,7 +142,8 @@ class SlurmCli:
         if not found:
             raise SchedulerError(f"{doing}: sbatch is not on PATH", hint=_NOT_ON_PATH)
         argv = sbatch_argv(script, tag, excluded)
-        environment = environment_for(script)
+        # On another host the job has that host's own, and the script is a path over there.
+        environment = {} if self.transport.host else environment_for(script)
         try:
             done = self._ask(argv, doing=doing, timeout_s=SUBMIT_TIMEOUT_S, users_env=environment)
         except SchedulerError as error:

@@ -104,7 +104,11 @@ def test_what_was_put_there_is_there(far: Far) -> None:
 def test_heartbeats_logs_and_checkpoints_are_seen_as_if_they_were_here(
     far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"KREA_HEARTBEAT_DIR": str(far.run_dir.heartbeats(KEY)), "KREA_ATTEMPT": str(KEY)}.items():
+    for name, value in {
+        "KREA_HEARTBEAT_DIR": str(far.run_dir.heartbeats(KEY)),
+        "KREA_ATTEMPT": str(KEY),
+        "RANK": "0",
+    }.items():
         monkeypatch.setenv(name, value)
     hb = Heartbeat()
     try:
