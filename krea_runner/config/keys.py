@@ -1,5 +1,6 @@
 """Every key of run.toml: one table, from which files are checked and docs/reference/run-toml.md is made."""
 
+import difflib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from krea_runner.config.durations import is_slurm_time, parse_duration
+from krea_runner.config.progress_presets import PRESETS, compiled
 from krea_runner.model import SCHEDULERS
 
 Check = Callable[[Any], Any]
@@ -122,6 +124,26 @@ def file_name(value: Any) -> str:
     return result
 
 
+def progress_pattern(value: Any) -> str:
+    result = text(value)
+    if result in PRESETS:
+        return result
+    near = (
+        difflib.get_close_matches(result.lower(), PRESETS, n=1, cutoff=0.7) if re.fullmatch(r"[\w-]+", result) else []
+    )
+    if near:
+        raise ValueError(f"unknown preset {result!r}; did you mean {near[0]!r}?")
+    if len(result) > 1000:
+        raise ValueError("an expression has at most 1000 characters")
+    try:
+        matches_nothing = compiled(result).search("")
+    except re.error as error:
+        raise ValueError(f"no regular expression: {error} in {result!r}; presets: {', '.join(PRESETS)}") from None
+    if matches_nothing:
+        raise ValueError(f"{result!r} matches every line, even an empty one")
+    return result
+
+
 def slurm_time(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return str(value)
@@ -233,6 +255,16 @@ TABLES: dict[str, tuple[Key, ...]] = {
         Key("dir", path, "Where checkpoints are; relative to workdir. Without it, lost steps are not known.", "none"),
         Key("pattern", pattern, "The name of one checkpoint, {step} where its number stands.", "step_{step}"),
         Key("complete", file_name, "A file inside it that exists once it is whole; empty: its name is enough.", "COMPLETE"),
+    ),
+    "progress": (
+        Key("pattern", progress_pattern, "What the log says at each step: a preset (" + ", ".join(f"`{p}`" for p in PRESETS)
+            + ") or a regular expression, in which `(?P<step>...)` is the step.", "none"),
+        Key("budget", parse_duration, "Between two signs of progress, where no phase is known.",
+            "longest of step, checkpoint, evaluation"),
+        Key("checkpoints", parse_duration, "A new whole checkpoint at least this often. Without it a new one is a sign of "
+            "progress, and none is no sign of a hang.", "none"),
+        Key("log_silence", parse_duration, "A log this long silent is a hang, twice as long (`second_look`) without another "
+            "sign. Without it silence alone is only told.", "none"),
     ),
     "policy": (
         Key("mode", one_of("act", "observe"), "`observe` records and says what it would do.", "act"),

@@ -13,7 +13,7 @@ from typing import Any
 from krea_runner.config.keys import OWNED, TABLES, Key
 from krea_runner.config.lines import key_lines
 from krea_runner.errors import ConfigError
-from krea_runner.model import Budgets, CheckpointSpec, EvidenceSpec, Gang, Policy, RunConfig
+from krea_runner.model import Budgets, CheckpointSpec, EvidenceSpec, Gang, Policy, ProgressSpec, RunConfig
 
 MAX_BYTES = 1 << 20
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -229,6 +229,9 @@ def _build(values: dict[str, dict[str, Any]], base: Path) -> RunConfig:
         checkpoint=CheckpointSpec(directory=_below(workdir, directory) if directory else None, **checkpoint),
         policy=Policy(**policy),
         evidence=EvidenceSpec(**evidence),
+        progress=ProgressSpec(
+            **{key if key == "pattern" else f"{key}_s": value for key, value in values["progress"].items()}
+        ),
     )
 
 

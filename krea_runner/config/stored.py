@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from krea_runner.model import Budgets, CheckpointSpec, EvidenceSpec, Gang, Policy, RunConfig
+from krea_runner.model import Budgets, CheckpointSpec, EvidenceSpec, Gang, Policy, ProgressSpec, RunConfig
 
 T = TypeVar("T")
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 def config_to_json(config: RunConfig) -> str:
     plain = {field.name: getattr(config, field.name) for field in fields(config)}
     plain |= {"env": dict(config.env), "slurm": dict(config.slurm)}
-    plain |= {part: asdict(plain[part]) for part in ("gang", "budgets", "checkpoint", "policy", "evidence")}
+    plain |= {part: asdict(plain[part]) for part in ("gang", "budgets", "checkpoint", "policy", "evidence", "progress")}
     return json.dumps(plain, default=str, sort_keys=True)
 
 
@@ -45,6 +45,7 @@ def config_from_json(text: str) -> RunConfig:
         "checkpoint": _known(CheckpointSpec, checkpoint),
         "policy": _known(Policy, policy),
         "evidence": _known(EvidenceSpec, plain.get("evidence", {})),
+        "progress": _known(ProgressSpec, plain.get("progress", {})),
     }
     return _known(RunConfig, plain)
 

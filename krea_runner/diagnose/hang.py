@@ -8,6 +8,7 @@ against a run. A gang that goes on, only far slower than it did, is said to be s
 
 from dataclasses import dataclass
 
+from krea_runner.diagnose.progress import judge_progress
 from krea_runner.diagnose.who import (
     FLUSH_SILENT_S,
     RankAge,
@@ -44,7 +45,7 @@ def judge_hang(snapshot: Snapshot) -> HangJudgement:
     if watch is None or job is None or job.state is not JobState.RUNNING:
         return HangJudgement("not running")
     if not watch.ranks:
-        return _no_heartbeat(snapshot, snapshot.mono - watch.since_mono)
+        return HangJudgement(*judge_progress(snapshot, watch))
     unseen = unseen_line(snapshot, watch)
     if unseen:
         return HangJudgement(unseen, blind=True)
@@ -77,18 +78,6 @@ def unseen_line(snapshot: Snapshot, watch: Watch) -> str:
         return ""
     missing = sum(age.flush_age_s is None for age in live_ages(snapshot, watch))
     return f"could not see {missing} ranks: {problems[0]}" if missing else ""
-
-
-def _no_heartbeat(snapshot: Snapshot, running_s: float) -> HangJudgement:
-    if snapshot.run.config.job_log is not None and snapshot.watch is not None:
-        silent_s = snapshot.mono - snapshot.watch.log_moved_mono
-        return HangJudgement(f"adopted, no heartbeats: hangs cannot be seen; its log is silent for {silent_s:.0f} s")
-    if running_s < snapshot.run.config.budgets.startup_s:
-        return HangJudgement("starting: no heartbeat yet")
-    return HangJudgement(
-        f"no heartbeat for {running_s:.0f} s: hangs cannot be seen (does the script use krea_runner.Heartbeat?)",
-        blind=True,
-    )
 
 
 def live_ages(snapshot: Snapshot, watch: Watch) -> list[RankAge]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from krea_runner.model import Watch
+from krea_runner.model.many import by_the_thousand
 
 # The client flushes once a second (heartbeat.py): three missed flushes are the least that can mean anything.
 FLUSH_SILENT_S = 3.0
@@ -13,7 +14,7 @@ LAG_MARGIN = 1.5
 NAMED = 4  # ranks a line has room for
 
 
-@dataclass(frozen=True, slots=True)
+@by_the_thousand
 class RankAge:
     """How long a rank has not beaten, and how long it may."""
 

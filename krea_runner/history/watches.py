@@ -6,10 +6,10 @@ from dataclasses import asdict, fields
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from krea_runner.model import RankWatch, Watch
+from krea_runner.model import FollowedLog, RankWatch, SourceWatch, Watch
 from krea_runner.model.learned import learned_of
 
-_MANY: dict[str, type[Any]] = {"ranks": RankWatch}
+_MANY: dict[str, type[Any]] = {"ranks": RankWatch, "sources": SourceWatch, "followed": FollowedLog}
 T = TypeVar("T")
 
 

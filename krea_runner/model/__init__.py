@@ -17,21 +17,41 @@ from krea_runner.model.incident import (
 from krea_runner.model.job import AttemptKey, JobRecord, JobState
 from krea_runner.model.learned import Budget, Learned
 from krea_runner.model.observation import (
+    BEAT_FILES,
+    CHECKPOINTS,
+    LOG,
+    LOG_PATTERN,
     Checkpoint,
     CheckpointReading,
+    FollowedLog,
     HeartbeatReading,
     LogReading,
     RankBeat,
     RankWatch,
     ScriptEnd,
     Snapshot,
+    SourceReading,
+    SourceWatch,
     Watch,
 )
 from krea_runner.model.run import Attempt, Run, RunState
-from krea_runner.model.settings import SCHEDULERS, Budgets, CheckpointSpec, EvidenceSpec, Gang, Policy, RunConfig
+from krea_runner.model.settings import (
+    SCHEDULERS,
+    Budgets,
+    CheckpointSpec,
+    EvidenceSpec,
+    Gang,
+    Policy,
+    ProgressSpec,
+    RunConfig,
+)
 
 __all__ = [
+    "BEAT_FILES",
+    "CHECKPOINTS",
     "EXPLAINED",
+    "LOG",
+    "LOG_PATTERN",
     "SCHEDULERS",
     "Action",
     "ActionKind",
@@ -48,6 +68,7 @@ __all__ = [
     "Diagnosis",
     "EvidenceSpec",
     "Finding",
+    "FollowedLog",
     "Gang",
     "HeartbeatReading",
     "Incident",
@@ -56,6 +77,7 @@ __all__ = [
     "Learned",
     "LogReading",
     "Policy",
+    "ProgressSpec",
     "RankBeat",
     "RankWatch",
     "Run",
@@ -63,6 +85,8 @@ __all__ = [
     "RunState",
     "ScriptEnd",
     "Snapshot",
+    "SourceReading",
+    "SourceWatch",
     "Suspect",
     "Symptom",
     "Watch",

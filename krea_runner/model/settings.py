@@ -56,6 +56,17 @@ class CheckpointSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ProgressSpec:
+    """Where else than in our heartbeats a run shows that it moves; [progress] of docs/reference/run-toml.md."""
+
+    pattern: str = ""
+    """The name of a preset, or a regular expression; empty: none."""
+    budget_s: float | None = None
+    checkpoints_s: float | None = None
+    log_silence_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     mode: str = "act"
     """`observe` records and says what it would do; `act` does it."""
@@ -99,6 +110,7 @@ class RunConfig:
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     policy: Policy = field(default_factory=Policy)
     evidence: EvidenceSpec = field(default_factory=EvidenceSpec)
+    progress: ProgressSpec = field(default_factory=ProgressSpec)
     job_log: Path | None = None
     """Of an adopted job, its own log: it has no batch script of ours, so no events and no heartbeats."""
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from krea_runner.model import DecisionKind, Incident, JobRecord, RunState
-from krea_runner.report.status import RunView
+from krea_runner.report.status import RunView, source_words
 from krea_runner.report.words import ago, local_offset, local_time, one_line, phases, reference, seconds, utc_time
 
 if TYPE_CHECKING:
@@ -306,6 +306,8 @@ def run_block(view: RunView, *, now: float, when: Callable[[float | None], str])
     phase = phases(beat.phase for beat in snapshot.heartbeats.ranks)
     beat = f", phase {phase or '-'}, last beat {_beat(view)}" if job is not None and job.state.is_live else ""
     lines.append(("progress", f"step {_number(view.step)}{beat}", ""))
+    sources = snapshot.watch.sources if snapshot.watch is not None and job is not None and job.state.is_live else ()
+    lines += [("", source_words(one, snapshot.mono), "yellow" if one.unseen else "") for one in sources]
     newest = checkpoints.newest
     lines.append(("saved", f"step {newest.step}, {newest.path}" if newest else "no whole checkpoint", ""))
     if checkpoints.incomplete:

@@ -481,6 +481,6 @@ def look(supervisor: Supervisor, report: TickReport) -> bool:
             except FilesUnavailable:
                 continue  # the next tick says so
             _remember(supervisor, attempt, again.watch)
-            stepped = attempt.first_step is None and any(beat.step >= 0 for beat in again.heartbeats.ranks)
+            stepped = attempt.first_step is None and again.watch is not None and again.watch.step is not None
             due = due or stepped or judge_hang(again).finding is not None or again.script_end is not None
     return due

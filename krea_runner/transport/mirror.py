@@ -249,7 +249,7 @@ class _Mirror:
             yield _singles(pipeline, list(zip(*pairs, strict=True)))
 
     def _heartbeats(self, pipeline: Pipeline, far: Path, near: Path) -> Plan[None]:
-        here = set(near.glob("*.hb"))
+        here = {*near.glob("*.hb"), *near.glob("*.beat")}
         entries = [entry for entry in (yield from pipeline.listing(str(far), len(here))) if _is_plain_file(entry)]
         due = []
         for entry in entries:
@@ -260,7 +260,7 @@ class _Mirror:
         parts = [(str(far / entry.name), 0, min(entry.size_bytes, HEARTBEAT_BYTES)) for entry, _ in due]
         for (entry, seen), data in zip(due, (yield from pipeline.reading(parts)), strict=True):
             if data is not None:
-                _write(near / entry.name, data)
+                _write(near / entry.name, data, entry.mtime)
                 self.seen[near / entry.name] = seen
         for gone in here - {near / entry.name for entry in entries}:
             gone.unlink(missing_ok=True)
@@ -348,8 +348,10 @@ def _checkpoints(pipeline: Pipeline, far: Path, near: Path, spec: CheckpointSpec
             (near / name / spec.complete).unlink(missing_ok=True)
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, data: bytes, mtime: int) -> None:
+    """With the time that the file has over there: a new one is a beat of a .beat file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_bytes(data)
+    os.utime(partial, (mtime, mtime))
     partial.replace(path)

@@ -19,16 +19,20 @@ from krea_runner.diagnose.signatures import load_catalog
 from krea_runner.errors import FilesUnavailable
 from krea_runner.heartbeat import Heartbeat
 from krea_runner.model import (
+    BEAT_FILES,
+    LOG_PATTERN,
     Attempt,
     AttemptKey,
     Finding,
     JobRecord,
     JobState,
+    ProgressSpec,
     Run,
     RunConfig,
     RunState,
     Snapshot,
     Symptom,
+    Watch,
 )
 from krea_runner.observe.logs import attempt_marker
 from krea_runner.observe.snapshot import observe
@@ -64,10 +68,10 @@ class Far:
     def run_dir(self) -> RunDir:
         return RunDir(self.config.run_dir)
 
-    def look(self) -> Snapshot:
+    def look(self, memory: Watch | None = None) -> Snapshot:
         run = Run(1, "far", "me", self.config, RunState.ACTIVE, "", "26", "tag", 0.0)
         job = JobRecord("26", JobState.RUNNING, "RUNNING")
-        return observe(run, job, Attempt(1, 1, KEY, 0.0), None, SystemClock())
+        return observe(run, job, Attempt(1, 1, KEY, 0.0), memory, SystemClock())
 
 
 @pytest.fixture
@@ -133,6 +137,27 @@ def test_heartbeats_logs_and_checkpoints_are_seen_as_if_they_were_here(
         assert again.log.tail.endswith("hello\nmore\n")
     finally:
         hb.close()
+
+
+def test_beat_files_and_progress_lines_are_seen_as_if_they_were_here(far: Far) -> None:
+    far.config = dataclasses.replace(far.config, progress=ProgressSpec(pattern="megatron"))
+    folder, log = far.run_dir.heartbeats(KEY), far.run_dir.batch_log("26")
+    folder.mkdir(parents=True)
+    (folder / "julia.beat").write_text("7\n")
+    log.write_text("x" * 300_000 + "\n iteration        8/     100 | loss |\n")
+    looked = far.look()
+    assert {(source.name, source.step) for source in looked.watch.sources} >= {(BEAT_FILES, 7), (LOG_PATTERN, 8)}
+    again = far.look(looked.watch)  # the file is read again, its time over there is the same: no beat
+    assert [source.moved_mono for source in again.watch.sources] == [
+        source.moved_mono for source in looked.watch.sources
+    ]
+    (folder / "julia.beat").write_text("9\n")
+    os.utime(folder / "julia.beat", (2e9, 2e9))  # SFTP tells whole seconds, and the looks before were in this one
+    with log.open("a") as file:
+        file.write(" iteration        9/     100 | loss |\n")
+    moved = {source.name: (source.step, source.moved_mono) for source in far.look(again.watch).watch.sources}
+    assert {name: moved[name][0] for name in (BEAT_FILES, LOG_PATTERN)} == {BEAT_FILES: 9, LOG_PATTERN: 9}
+    assert min(moved[BEAT_FILES][1], moved[LOG_PATTERN][1]) > again.mono
 
 
 def test_what_did_not_change_is_not_read_again(far: Far) -> None:
