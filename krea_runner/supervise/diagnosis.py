@@ -6,20 +6,19 @@ load is loaded before there is an incident.
 """
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from krea_runner.errors import FilesUnavailable, KreaRunnerError, fault_line
+from krea_runner.errors import KreaRunnerError, fault_line
 from krea_runner.history.diagnoses import note_diagnosis
 from krea_runner.model import EXPLAINED, Diagnosis, Finding, Incident, Snapshot, Suspect, Symptom
 from krea_runner.observe.logs import printable
 from krea_runner.rundir import RunDir
+from krea_runner.supervise.evidence import write_evidence
 from krea_runner.supervise.left_behind import Left, read_left_behind, was_collected
 from krea_runner.supervise.supervisor import Supervisor
-from krea_runner.transport.mirror import local_copy, put_files
 
 if TYPE_CHECKING:
     from krea_runner.diagnose.verdict import Verdict
@@ -82,23 +81,9 @@ def _read_before(path: Path) -> dict[str, int]:
 
 def keep_diagnosis(snapshot: Snapshot, told: dict[str, Any] | None) -> None:
     """Write diagnosis.json beside evidence.json. The incident's row has what counts, so a full disk must not stop anything."""
-    if told is None or snapshot.attempt is None:
-        return
-    config = snapshot.run.config
-    folder, data = RunDir(config.run_dir).incident(snapshot.attempt.key), json.dumps(told, indent=1).encode()
-    try:
-        if config.files == "sftp":
-            put_files(config, [folder], {folder / "diagnosis.json": data})
-            return
-    except FilesUnavailable:
-        folder = local_copy(config).incident(snapshot.attempt.key)
-    partial = folder / f".diagnosis.{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(data)
-        partial.replace(folder / "diagnosis.json")
-    except OSError:
-        return  # as said above
+    if told is not None and snapshot.attempt is not None:
+        pages = {"diagnosis.json": json.dumps(told, indent=1)}
+        write_evidence(snapshot.run.config, snapshot.attempt.key, None, pages)
 
 
 def _with(finding: Finding, diagnosis: Diagnosis) -> Finding:

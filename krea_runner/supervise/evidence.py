@@ -18,14 +18,6 @@ from krea_runner.rundir import RunDir
 from krea_runner.transport.mirror import local_copy, put_files
 
 
-def keep_evidence(snapshot: Snapshot, finding: Finding) -> Path | None:
-    """Write evidence.json beside the run; None when that is not possible. The incident's row has the summary already,
-    so a full disk must not stop the restart."""
-    if snapshot.attempt is None:
-        return None
-    return write_evidence(snapshot.run.config, snapshot.attempt.key, evidence_document(snapshot, finding))
-
-
 def evidence_document(snapshot: Snapshot, finding: Finding) -> dict[str, Any]:
     assert snapshot.attempt is not None  # noqa: S101 - an incident is always an attempt's
     return {
@@ -44,7 +36,8 @@ def evidence_document(snapshot: Snapshot, finding: Finding) -> dict[str, Any]:
 def write_evidence(
     config: RunConfig, key: AttemptKey, document: dict[str, Any] | None, more: Mapping[str, str] = MappingProxyType({})
 ) -> Path | None:
-    """evidence.json (with None it is left as it is), and `more` files beside it by name; None when that is not possible."""
+    """evidence.json (with None it is left as it is), and `more` files beside it by name; None when that is not possible: the
+    incident's row has what counts, so a full disk must not stop the restart."""
     folder = RunDir(config.run_dir).incident(key)
     texts = dict(more) if document is None else {"evidence.json": json.dumps(document, indent=1, default=str), **more}
     if config.files == "sftp":

@@ -43,7 +43,7 @@ from krea_runner.supervise.act import SAME_SUBMIT_S, Work, carry_out, is_the_run
 from krea_runner.supervise.attempts import action_for, closed, last_sign_mono, note_recovery, queue_line, updated
 from krea_runner.supervise.collect import begin_collections
 from krea_runner.supervise.diagnosis import diagnosed, keep_diagnosis, refine
-from krea_runner.supervise.evidence import evidence_document, keep_evidence
+from krea_runner.supervise.evidence import evidence_document, write_evidence
 from krea_runner.supervise.lease import take_leases
 from krea_runner.supervise.submissions import LOST_SUBMISSION_S, end_ghosts, find_submission
 from krea_runner.supervise.supervisor import RunLine, Supervisor, TickReport
@@ -304,8 +304,8 @@ def _handle(
         run_state=_STATE_AFTER.get(decision.kind) if may_act else None,
         action=None if kind is None else (kind, attempt.key.restart_count),
     )
-    keep_evidence(snapshot, finding)
-    supervisor.hung[run.run_id] = evidence_document(snapshot, finding)
+    document = supervisor.hung[run.run_id] = evidence_document(snapshot, finding)
+    write_evidence(run.config, attempt.key, document)
     keep_diagnosis(snapshot, told)
     return line
 

@@ -38,7 +38,7 @@ from krea_runner.observe.logs import attempt_marker
 from krea_runner.observe.snapshot import observe
 from krea_runner.rundir import RunDir
 from krea_runner.supervise.diagnosis import keep_diagnosis
-from krea_runner.supervise.evidence import keep_evidence
+from krea_runner.supervise.evidence import evidence_document, write_evidence
 from krea_runner.supervise.left_behind import Bounds, read_left_behind
 from krea_runner.transport import mirror as mirror_module
 from krea_runner.transport import ssh as ssh_module
@@ -339,13 +339,13 @@ def test_times_of_a_login_node_whose_clock_is_off_are_never_compared_with_ours(f
 def test_evidence_is_kept_over_there_or_where_that_fails_here(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
     finding = Finding(Symptom.HANG, "rank_stopped", "hang: rank 3 stopped")
     snapshot = far.look()
-    path = keep_evidence(snapshot, finding)
+    path = write_evidence(far.config, KEY, evidence_document(snapshot, finding))
     assert path == far.run_dir.incident(KEY) / "evidence.json"
     assert json.loads(path.read_text())["finding"]["cause"] == "rank_stopped"
     monkeypatch.setattr(ssh_module, "CONNECT_S", 2.0)
     far.sshd.stop()
     path.unlink()
-    kept = keep_evidence(snapshot, finding)
+    kept = write_evidence(far.config, KEY, evidence_document(snapshot, finding))
     assert kept is not None
     assert kept.is_relative_to(state_dir())
     assert json.loads(kept.read_text())["finding"]["cause"] == "rank_stopped"
