@@ -90,6 +90,8 @@ def test_a_hung_gang_is_looked_at_before_it_is_requeued(desk: Desk, nodes: Nodes
 
 def test_what_never_answers_puts_off_the_requeue_by_the_cap_and_no_more(desk: Desk, nodes: Nodes) -> None:
     nodes.gate.clear()
+    requeue, sent_at = desk.says.requeue, []
+    desk.says.requeue = lambda job_id: (sent_at.append(desk.clock.wall()), requeue(job_id))
     began = desk.clock.mono()
     until_incident(desk)
     try:
@@ -97,6 +99,7 @@ def test_what_never_answers_puts_off_the_requeue_by_the_cap_and_no_more(desk: De
         (incident,) = desk.history.incidents(run_id=desk.run_id)
         waited = desk.clock.wall() - incident.noticed_at
         assert 20 <= waited < 20 + 10, (waited, began)
+        assert 20 <= sent_at[0] - incident.noticed_at < 20 + 10
         assert evidence(desk)[0].endswith(" s (no answer in 20 s)")
     finally:
         nodes.gate.set()
