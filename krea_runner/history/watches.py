@@ -20,12 +20,12 @@ def watch_to_text(watch: Watch) -> str:
 
 
 def watch_from_text(text: str) -> Watch | None:
-    """None where another version wrote it, with other fields: its clocks are begun afresh."""
+    """None where another version wrote it, with other fields, or it is damaged: its clocks are begun afresh."""
     try:
         plain = json.loads(text)
         plain |= {"learned": learned_of(plain["learned"]), "behind": tuple(map(tuple, plain["behind"]))}
         return Watch(**plain | {name: _records(kind, plain[name]) for name, kind in _MANY.items()})
-    except (TypeError, KeyError, AttributeError):
+    except (TypeError, KeyError, AttributeError, ValueError):
         return None
 
 

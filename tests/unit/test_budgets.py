@@ -230,3 +230,8 @@ def test_another_watchers_ages_are_not_judged_but_its_budgets_are_shown(gang) ->
     explanation = explain_hang(dataclasses.replace(gang.look(), watch=None), gang.watch, "watched from login2")
     assert (explanation.judgement, explanation.rules) == ("watched from login2", ())
     assert {one.phase: one.waits for one in explanation.budgets}["step"] > 20
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"ranks": 1}', '{"learned": null, "behind": [1]}'])
+def test_a_damaged_memory_is_begun_afresh(text: str) -> None:
+    assert watch_from_text(text) is None
