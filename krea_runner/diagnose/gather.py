@@ -4,6 +4,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from krea_runner.diagnose.layout import Layout, bus_key
 from krea_runner.diagnose.lines import LogLine, any_time, clean, read_line
@@ -16,9 +17,11 @@ TAIL_BYTES = 1 << 20
 HEAD_BYTES = 64 << 10
 SAME_LIMIT = 64  # events kept of one signature, rank and attempt; the rest is counted
 _PROGRESS = re.compile(
-    r"\b(?:step|iteration|iter|it|global_step)\b[ =:#]{0,12}\d+|\d{1,3}%\||\{'loss': |completed step: \d"
+    r"\b(?:step|iteration|iter|it|global_step)\b[ =:#]{0,12}\d+|\d{1,3}%\||\{'loss': |completed step: \d+"
     r"|\b[Ee]poch\b.{0,40}\bloss\b|\bloss[ =:]+\d.{0,80}(?:it/s|s/it|tok/s|samples/s)|saved checkpoint"
 )
+SURVIVED_BY = 3  # steps after an event: the run went on
+_WRITER = re.compile(r" {0,6}\d{1,6}: |\[rank\d+\]:")
 TRACEBACKS = 200  # of one log, followed line by line
 _MARGIN = re.compile(rb" {0,6}(?:\d{1,6}: )?(?:\[rank\d+\]: )?")
 _NAMED = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w+(?:: |$)(?P<message>.*)")
@@ -68,8 +71,9 @@ class Log:
     """Of a kernel log; of a log per node, where that is known."""
     kernel: bool = False
     events: list[Event] = field(default_factory=list)
-    progress: list[int] = field(default_factory=list)
-    """Lines that show progress, near the end of the log and after the first sign of a failure; once a step, ascending."""
+    progress: list[tuple[int, str, str]] = field(default_factory=list)
+    """Near the end of the log, after the first sign of a failure, ascending: line, the rank it names (as text, or none), the step
+    as it was printed."""
     first_at: float | None = None
     last_uptime_s: float | None = None
     bytes_read: int = 0
@@ -79,7 +83,16 @@ class Log:
     """Why the rest of it could not be read."""
 
     def progress_after(self, line: int) -> int:
-        return sum(1 for number in self.progress if number > line)
+        """How many steps one and the same rank shows after that line, at most SURVIVED_BY: four ranks that print step 10 while a
+        fifth prints its exception are no progress."""
+        steps: dict[str, set[str]] = {}
+        most = 0
+        for number, rank, step in reversed(self.progress):
+            if number <= line or most >= SURVIVED_BY:
+                break
+            steps.setdefault(rank, set()).add(step)
+            most = max(most, len(steps[rank]))
+        return most
 
 
 def read_log(
@@ -346,6 +359,6 @@ def _look_at_tail(log: Log, tail: deque[Block]) -> None:
             if number < (begin or 0) or number in known or len(raw) < 4:
                 continue
             text = raw[:8192].decode("utf-8", "replace")
-            shown = len(_PROGRESS.findall(text))
-            if shown:
-                log.progress += [number] * min(shown, 8)
+            for place, found in enumerate(islice(_PROGRESS.finditer(text), 8)):
+                step = found[0] if found[0][-1].isdigit() else f"{number}.{place}"
+                log.progress.append((number, rank[0] if (rank := _WRITER.match(text)) else "", step))

@@ -10,14 +10,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from krea_runner.diagnose.gather import Event, Log
+from krea_runner.diagnose.gather import SURVIVED_BY, Event, Log
 from krea_runner.diagnose.kernel import KernelFact, facts
 from krea_runner.diagnose.layout import Layout
 from krea_runner.diagnose.timeouts import Blame, analyse
 
 FAILING = ("root", "exception", "signal", "fabric", "network", "stuck", "timeout", "exit", "scheduler")
 SAME_MOMENT_S = 5.0  # the kernel log has whole seconds, and another clock
-SURVIVED_BY = 3  # lines of progress after an event: the run went on
 USER_FAULTS = frozenset(
     "user_exception launch_config_error cuda_oom numeric_divergence collective_desync storage_full checkpoint_corrupt "
     "external_service_error cuda_device_assert shm_exhausted".split()

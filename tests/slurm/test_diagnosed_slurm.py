@@ -84,7 +84,8 @@ def test_of_any_job_its_id_is_enough(slurm_accounting_cluster: SlurmCluster, ord
     until(lambda: state() == "FAILED", "the end of the job")
     argv = [sys.executable, "-m", "krea_runner", "diagnose", "--jobid", job_id, "--json"]
     told = json.loads(ordinary_user.run(argv, env=env, cwd=folder).stdout)
-    assert (told["cause"], told["everywhere"]) == ("user_exception", True)
+    log = (folder / f"slurm-{job_id}.out").read_text()
+    assert (told["cause"], told["everywhere"]) == ("user_exception", True), f"{told}\n{log}"
     assert told["first_evidence"]["file"] == str(folder / f"slurm-{job_id}.out")
 
 

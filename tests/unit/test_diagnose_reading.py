@@ -241,3 +241,32 @@ def test_any_bytes_give_a_verdict(tmp_path: Path, data: bytes) -> None:
     assert len(shown) <= 12
     assert not re.search(r"[\x00-\x1f\x7f-\x9f]", "".join(shown))
     document(verdict)
+
+
+RAISED = [
+    "Traceback (most recent call last):",
+    '  File "/x/train.py", line 5, in <module>',
+    '    {}["mmlu"]',
+    "KeyError: 'mmlu'",
+]
+
+
+@pytest.mark.parametrize(
+    ("after", "is_survived"),
+    [
+        (["0: step 10 | loss 2.7", "1: step 10 | loss 2.7", "2: step 10 | loss 2.7", "0: step 11 | loss 2.7"], False),
+        (["step 10 | loss 2.7"] * 4, False),
+        (["3: step 10 | loss 2.7", "3: step 11 | loss 2.7", "3: step 12 | loss 2.7"], True),
+        (["[rank0]: step 10", "[rank1]: step 10", "[rank0]: step 11", "[rank1]: step 11", "[rank0]: step 12"], True),
+        (["step 10 | loss 2.7", "step 11 | loss 2.7", "step 12 | loss 2.7"], True),
+        ([" 10%|#         | 1/10", " 20%|##        | 2/10", " 30%|###       | 3/10"], True),
+    ],
+)
+def test_an_exception_is_survived_by_steps_of_one_rank_not_by_one_step_of_many(
+    tmp_path: Path, after: list[str], is_survived: bool
+) -> None:
+    """Four ranks print as fast as their node lets them: the first one's exception may stand before the others' last step."""
+    log = tmp_path / "log.txt"
+    log.write_text("\n".join([*(f"3: {line}" for line in RAISED), *after]) + "\n")
+    job = Layout(nodes=["n1"], world_size=4, gpus_per_node=4)
+    assert (diagnose([str(log)], layout=job, catalog=CATALOG).cause == "healthy_running") is is_survived
