@@ -1,10 +1,8 @@
 """One rank's PyTorch Flight Recorder dump, read without trusting it: bytes in, `RankDump` or `DumpError` out.
 
 The usual form is a pickle, which PyTorch's own tool loads with plain `pickle` (a program in the file would run). The writer
-(c10's Pickler, protocol 2) uses only containers, text, integers, booleans and None, so this reader knows just those opcodes:
-anything that names a class or a function is an error, whatever it names. It is not built on `pickle.Unpickler`, because even
-with `find_class` blocked a 20-byte file can make that one allocate 64 GB (LONG_BINPUT) or overflow the C stack (a deeply
-nested tuple as a key). The JSON form (the debug server, `_dump_fr_trace_json`) differs in small ways; both end up alike.
+(c10's Pickler, protocol 2) uses only containers, text, integers, booleans and None: plain_pickle.py reads just those. The JSON
+form (the debug server, `_dump_fr_trace_json`) differs in small ways; both end up alike.
 
 Read here: dumps of torch 2.13 (version "2.10"). Older keys (`seq_id`, no dtypes, no `pg_config`, a bare list) as the analyser
 of torch 2.13 and older copies of it accept them.
@@ -14,12 +12,12 @@ import json
 import os
 import re
 import stat
-import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from krea_runner.diagnose.plain_pickle import PickleError, load_plain
 from krea_runner.errors import KreaRunnerError
 
 MOST_BYTES = 64 << 20  # 2,000 entries (the default) with frames are 1 to 5 MB
@@ -105,9 +103,9 @@ def read_dump(path: Path, rank: int) -> RankDump:
 
 def parse_dump(data: bytes, rank: int, *, name: str = "dump") -> RankDump:
     try:
-        document = _json(data) if data.lstrip()[:1] in {b"{", b"["} and data[:1] != b"\x80" else load_pickle(data)
+        document = _json(data) if data.lstrip()[:1] in {b"{", b"["} and data[:1] != b"\x80" else load_plain(data)
         return _dump(document, rank)
-    except DumpError as error:
+    except (DumpError, PickleError) as error:
         raise DumpError(f"flight recorder dump {name!a}: {error}", hint=error.hint) from None
 
 
@@ -135,143 +133,6 @@ def _json(data: bytes) -> object:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise DumpError(f"broken JSON: {str(error)[:120]}") from None
-
-
-# ------------------------------------------------------------------------------------------------ pickle
-
-_MARK = object()
-_TEXT_WIDTH = {0x58: 4, 0x8C: 1, 0x8D: 8}  # BINUNICODE, SHORT_BINUNICODE, BINUNICODE8
-_INTEGER = {0x4B: "<B", 0x4D: "<H", 0x4A: "<i"}  # BININT1, BININT2, BININT
-_GET = {0x68: "<B", 0x6A: "<I"}  # BINGET, LONG_BINGET
-_PUT = {0x71: "<B", 0x72: "<I"}  # BINPUT, LONG_BINPUT
-_SMALL: dict[int, Callable[[], object]] = {
-    0x5D: list,
-    0x7D: dict,
-    0x29: tuple,
-    0x4E: lambda: None,
-    0x88: lambda: True,
-    0x89: lambda: False,
-    0x28: lambda: _MARK,
-}
-_FIXED_TUPLE = {0x85: 1, 0x86: 2, 0x87: 3}
-_RUNS_CODE = dict.fromkeys(b"cR\x93\x81\x92bioQPG\x82\x83\x84", "names a class, a function or another object")
-_MISSING = object()
-
-
-def load_pickle(data: bytes) -> object:
-    """The value of a pickle that holds containers, text, integers, booleans and None; else `DumpError`.
-
-    A value may contain itself, as in any pickle: the caller walks only as deep as a dump is.
-    """
-    reader = _Reader(data)
-    try:
-        return reader.value()
-    except (IndexError, struct.error):
-        raise DumpError(f"cut short or damaged: ends or breaks at byte {reader.at} of {len(data)}") from None
-    except UnicodeDecodeError:
-        raise DumpError(f"damaged: text that is not UTF-8 before byte {reader.at}") from None
-
-
-class _Reader:
-    """A stack machine over `data`; `at` is the offset of the next opcode."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        self.at = 0
-        self.stack: list[Any] = []
-        self.memo: dict[int, object] = {}
-
-    def value(self) -> object:  # noqa: PLR0912 - one branch an opcode family
-        data, stack, memo = self.data, self.stack, self.memo
-        while True:
-            code = data[self.at]
-            self.at += 1
-            if code in _GET:
-                found = memo.get(self._number(_GET[code]), _MISSING)
-                if found is _MISSING:
-                    raise DumpError(f"damaged: refers to a value that is not there, before byte {self.at}")
-                stack.append(found)
-            elif code in _PUT:
-                memo[self._number(_PUT[code])] = self._top()
-            elif code in _TEXT_WIDTH:
-                stack.append(self._text(_TEXT_WIDTH[code]))
-            elif code in _INTEGER:
-                stack.append(self._number(_INTEGER[code]))
-            elif code in _SMALL:
-                stack.append(_SMALL[code]())
-            elif code in {0x73, 0x75}:  # SETITEM, SETITEMS
-                self._set_items(self._pair() if code == 0x73 else self._since_mark())
-            elif code in {0x61, 0x65}:  # APPEND, APPENDS
-                self._append([stack.pop()] if code == 0x61 else self._since_mark())
-            elif code == 0x8A:  # LONG1
-                stack.append(int.from_bytes(self._take(self._number("<B")), "little", signed=True))
-            elif code == 0x47:  # BINFLOAT: duration_ms of a timed entry
-                stack.append(struct.unpack(">d", self._take(8))[0])
-            elif code in _FIXED_TUPLE:
-                items = [stack.pop() for _ in range(_FIXED_TUPLE[code])]
-                stack.append(tuple(reversed(items)))
-            elif code == 0x74:  # TUPLE
-                stack.append(tuple(self._since_mark()))
-            elif code == 0x94:  # MEMOIZE
-                memo[len(memo)] = self._top()
-            elif code == 0x80:  # PROTO
-                self.at += 1
-            elif code == 0x95:  # FRAME: only a hint for buffering
-                self._take(8)
-            elif code == 0x2E:  # STOP
-                return self._top()
-            else:
-                raise DumpError(_refusal(code, self.at - 1), hint="Not written by PyTorch; do not load it elsewhere.")
-
-    def _take(self, count: int) -> bytes:
-        taken = self.data[self.at : self.at + count]
-        if len(taken) < count:
-            raise IndexError
-        self.at += count
-        return taken
-
-    def _number(self, form: str) -> int:
-        (number,) = struct.unpack_from(form, self.data, self.at)
-        self.at += struct.calcsize(form)
-        return int(number)
-
-    def _text(self, width: int) -> str:
-        return self._take(int.from_bytes(self._take(width), "little")).decode("utf-8", "surrogatepass")
-
-    def _top(self) -> object:
-        if self.stack[-1] is _MARK:
-            raise IndexError
-        return self.stack[-1]
-
-    def _since_mark(self) -> list[Any]:
-        items: list[Any] = []
-        while (item := self.stack.pop()) is not _MARK:
-            items.append(item)
-        items.reverse()
-        return items
-
-    def _pair(self) -> list[Any]:
-        value, key = self.stack.pop(), self.stack.pop()
-        return [key, value]
-
-    def _set_items(self, items: list[Any]) -> None:
-        target, keys = self._top(), items[::2]
-        # Text keys only: hashing a nested tuple recurses in C, without a limit.
-        if not isinstance(target, dict) or len(items) % 2 or not all(isinstance(key, str) for key in keys):
-            raise DumpError(f"damaged: sets an item of what is no table, before byte {self.at}")
-        target.update(zip(keys, items[1::2], strict=True))
-
-    def _append(self, items: list[Any]) -> None:
-        target = self._top()
-        if not isinstance(target, list):
-            raise DumpError(f"damaged: appends to what is no list, before byte {self.at}")
-        target.extend(items)
-
-
-def _refusal(code: int, at: int) -> str:
-    if code in _RUNS_CODE:
-        return f"refused: opcode {code:#04x} at byte {at} {_RUNS_CODE[code]}, which no flight recorder writes"
-    return f"not a flight recorder pickle: opcode {code:#04x} at byte {at}"
 
 
 # ------------------------------------------------------------------------------------------------ the document

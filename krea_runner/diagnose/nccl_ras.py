@@ -293,13 +293,14 @@ class _Block:
 
 def _text_report(text: str) -> RasVerdict:
     version = _VERSION.search(text)
-    if not re.search(r"^Errors\s*\n=+", text, re.MULTILINE) or not re.search(r"^Warnings\s*\n=+", text, re.MULTILINE):
+    errors = re.search(r"^Errors\s*\n=+", text, re.MULTILINE)
+    if errors is None or not re.search(r"^Warnings\s*\n=+", text, re.MULTILINE):
         raise RasError(
             "RAS report: cut short, it has no list of errors and warnings",
             hint="The query takes up to 15 s: give the client that long (ncclras -t 15).",
         )
     blocks: list[_Block] = []
-    for line in text[text.index("\nErrors") :].split("\n"):
+    for line in text[errors.start() :].split("\n"):
         _read_line(line, blocks)
     findings = [finding for block in blocks if (finding := _of_block(block)) is not None]
     return _verdict("text", version[1] if version else "", findings)

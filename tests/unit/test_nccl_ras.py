@@ -259,3 +259,9 @@ def test_damage_gives_a_verdict_or_our_own_error(at: int, piece: str) -> None:
         except RasError:
             continue
         assert len(verdict.reason) < 2000
+
+
+def test_a_text_report_whose_head_was_cut_off_is_still_read() -> None:
+    whole = text(DEAD_AND_MISSING + ASYNC, "")
+    headless = whole[whole.index("Errors\n===") :] + "NCCL version 2.27.3\n"
+    assert analyse_ras(headless).suspect_ranks == analyse_ras(whole).suspect_ranks
