@@ -82,6 +82,12 @@ def factor(value: Any) -> float:
     return float(value)
 
 
+def yes_or_no(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"true or false is wanted, not {value!r}")
+    return value
+
+
 def exit_codes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(code) is int and 0 < code < 256 for code in value):
         raise ValueError(f"a list of exit codes from 1 to 255 is wanted, not {value!r}")
@@ -212,6 +218,8 @@ TABLES: dict[str, tuple[Key, ...]] = {
         Key("dir", path, "Where checkpoints are; relative to workdir. Without it, lost steps are not known.", "none"),
         Key("pattern", pattern, "The name of one checkpoint, {step} where its number stands.", "step_{step}"),
         Key("complete", file_name, "A file inside it that exists once it is whole; empty: its name is enough.", "COMPLETE"),
+        Key("step_back", yes_or_no, "After two deaths within ten minutes of loading the same one, go on from the one before it. "
+            "The training script must load `$KREA_RESUME_FROM`; the run directory must be mounted here.", "false"),
     ),
     "policy": (
         Key("mode", one_of("act", "observe"), "`observe` records and says what it would do.", "act"),

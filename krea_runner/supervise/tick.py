@@ -42,6 +42,7 @@ from krea_runner.supervise.act import SAME_SUBMIT_S, Work, carry_out, is_the_run
 from krea_runner.supervise.attempts import action_for, closed, last_sign_mono, note_recovery, queue_line, updated
 from krea_runner.supervise.evidence import keep_evidence
 from krea_runner.supervise.lease import take_leases
+from krea_runner.supervise.step_back import stepped_back
 from krea_runner.supervise.submissions import LOST_SUBMISSION_S, end_ghosts, find_submission
 from krea_runner.supervise.supervisor import RunLine, Supervisor, TickReport
 from krea_runner.transport.mirror import looked_at_together
@@ -267,11 +268,15 @@ def _handle(
             checkpoint_step=checkpoint_step,
             exit_codes=frozenset(exit_codes(snapshot)),
             now=snapshot.wall_at,
+            checkpoints_unseen=bool(snapshot.checkpoints.problems),
             requeue_allowed=job.requeue_allowed if job else False,
             back_in_queue=back,
             held_by=held if back else "",
         )
     )
+    if may_act and run.config.checkpoint.step_back:
+        attempts = history.attempts(run.run_id)
+        decision = stepped_back(snapshot, attempt, finding, decision, earlier, attempts, dry_run=supervisor.dry_run)
     line = RunLine(run, f"{finding.summary} → {decision.kind}: {decision.reason}", news=True)
     if supervisor.dry_run:
         return line
