@@ -37,6 +37,17 @@ def adopt(
     name: Annotated[
         str | None, typer.Option(help="What to call the run. Default: the job's name", show_default=False)
     ] = None,
+    progress: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PRESET|REGEX",
+            help="What its log says at each step: megatron, hf, ..., or an expression.",
+            show_default=False,
+        ),
+    ] = None,
+    progress_budget: Annotated[
+        str | None, typer.Option(help="Longest time between two of these. Default: 30m", show_default=False)
+    ] = None,
     mode: Annotated[str | None, typer.Option(help="`act` or `observe`.", show_default=False)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be recorded; change nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
@@ -45,7 +56,7 @@ def adopt(
 
     What Slurm knows is read from it, the rest is asked for. The job itself is not touched.
 
-    Example: krea-runner adopt 123456 --checkpoint-dir ckpt
+    Example: krea-runner adopt 123456 --checkpoint-dir ckpt --progress megatron
     """
     from krea_runner.cli import context
     from krea_runner.clock import SystemClock
@@ -64,6 +75,7 @@ def adopt(
         return
     adopting.refuse(record, user, is_root=user == "root", has_script=job.has_script)
     given = adopting.Given(name, run_dir, log, checkpoint_dir, checkpoint_pattern, checkpoint_complete, mode)
+    given = replace(given, progress=progress, progress_budget=progress_budget)
     given = _answered(given, adopting.questions(job, record, given, record.user), job.job_id)
     config = adopting.config_of(job, record, given, record.user)
     notes = _notes(record, config)
@@ -98,7 +110,11 @@ def _answered(given: "Given", asked: list["Question"], job_id: str) -> "Given":
 
 
 def _notes(record: "JobRecord", config: "RunConfig") -> list[str]:
-    notes = ["hangs cannot be seen: it has no heartbeats; crashes, node failures and time limits can"]
+    notes = []
+    if not config.progress.pattern:
+        notes.append("hangs cannot be seen: it has no heartbeats; give --progress what its log says at each step")
+    elif config.job_log is None or str(config.job_log) == "/dev/null":
+        notes.append("hangs cannot be seen: it has no log for --progress")
     if record.requeue_allowed is False:
         notes.append(
             f"Slurm may not requeue it (--no-requeue): scontrol update jobid={record.job_id} requeue=1, or a crash holds the run"

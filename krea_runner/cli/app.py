@@ -39,6 +39,7 @@ def _app() -> "typer.Typer":  # Typer is loaded here, not at the top
         demo,
         diagnose,
         doctor,
+        explain,
         history,
         nodes,
         resume,
@@ -84,7 +85,7 @@ def _app() -> "typer.Typer":  # Typer is loaded here, not at the top
     app.add_typer(checkpoints.app, name="checkpoints")
     for verb in (
         check.check, submit.submit, adopt.adopt, supervise.supervise, status.status, history.history, stop.stop,
-        resume.resume, diagnose.diagnose, doctor.doctor, demo.demo,
+        resume.resume, diagnose.diagnose, explain.explain, doctor.doctor, demo.demo,
     ):  # fmt: skip
         app.command()(verb)
     app.add_typer(diagnose.signatures, name="signatures")
@@ -97,5 +98,6 @@ def _fail(error: KreaRunnerError) -> NoReturn:
         lines += [f"  {problem}" for problem in error.problems]
     if error.hint:
         lines.append(f"  {error.hint}")
-    sys.stderr.write("\n".join(lines) + "\n")
+    text = "\n".join(lines)  # names of files, and words of others, may be in it
+    sys.stderr.write("".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text) + "\n")
     sys.exit(error.exit_code)

@@ -43,13 +43,12 @@ def check(
     Example: krea-runner check job.sbatch --checkpoint-every 30m
     """
     from krea_runner.config.durations import parse_duration
-    from krea_runner.errors import ConfigError
     from krea_runner.launch.check_facts import check_run, check_script
 
     try:
         every_s, startup_s = (None if text is None else parse_duration(text) for text in (checkpoint_every, startup))
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise typer.BadParameter(str(error)) from None
     look = check_run if path.suffix == ".toml" else check_script
     report = look(path, every_s=every_s, startup_s=startup_s)
     if as_json:

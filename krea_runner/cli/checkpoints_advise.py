@@ -35,7 +35,7 @@ def advise(
     from krea_runner.cli.output import print_json
     from krea_runner.clock import SystemClock
     from krea_runner.config.durations import parse_duration
-    from krea_runner.errors import ConfigError, NotFound
+    from krea_runner.errors import NotFound
     from krea_runner.report.advice import Value, measured_mtbf, measured_restart
     from krea_runner.report.advice import advise as work_out
 
@@ -45,7 +45,7 @@ def advise(
             for name, text in (("mtbf", mtbf), ("restart", restart), ("stall", stall), ("interval", interval))
         }
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise typer.BadParameter(str(error)) from None
     history = context.history_if_any()
     if history is None:
         raise NotFound(f"no run is called {run!r}: nothing was ever submitted", hint="krea-runner submit RUN.TOML")

@@ -2,30 +2,34 @@
 
 import json
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     from krea_runner.diagnose.layout import Layout
-    from krea_runner.diagnose.verdict import Evidence, Verdict
+    from krea_runner.diagnose.verdict import Verdict
 
 
 def diagnose(
     logs: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            metavar="LOG...", help="Logs of one attempt; a directory; - for standard input; or the name of a run."
+            metavar="LOG",
+            show_default=False,
+            help="Logs of one attempt; a directory; - for standard input; or the name of a run. With --jobid: none, for the "
+            "job's own.",
         ),
-    ],
+    ] = None,
     job: Annotated[Path | None, typer.Option("--job", metavar="FILE", help="job.json: nodes, GPUs, launcher.")] = None,
     dmesg: Annotated[
         list[str] | None, typer.Option("--dmesg", metavar="NODE=FILE", help="Kernel log of a node.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
-    job_id: Annotated[str | None, typer.Option("--jobid", metavar="J", help="Ask Slurm for the job's nodes.")] = None,
+    job_id: Annotated[
+        str | None, typer.Option("--jobid", metavar="J", help="Ask Slurm for the job's nodes and ranks.")
+    ] = None,
     flight_recorder: Annotated[
         Path | None, typer.Option("--flight-recorder", metavar="DIR", help="Folder of Flight Recorder dumps.")
     ] = None,
@@ -43,14 +47,20 @@ def diagnose(
 
     Example: krea-runner diagnose slurm-4711.out
     """
-    from krea_runner.cli.diagnose_run import logs_of_run
+    from krea_runner.cli.diagnose_run import verdict_of_run
+    from krea_runner.diagnose.document import document
     from krea_runner.diagnose.logs import diagnose as find_cause
-    from krea_runner.diagnose.signatures import load_catalog
+    from krea_runner.diagnose.site import load_site_catalog
 
-    catalog, layout = load_catalog(tuple(table or ())), _layout(job) if job_id is None else _asked(job_id)
-    with logs_of_run(logs) as (here, there, names):
-        kernel_logs = dict(_node_file(item) for item in dmesg or [])
-        verdict = find_cause(names, layout=layout, dmesg=kernel_logs, catalog=catalog)
+    catalog, layout = load_site_catalog(table or ()), _layout(job) if job_id is None else _asked(job_id)
+    kernel_logs = dict(_node_file(item) for item in dmesg or [])
+    if not logs:
+        logs = [_log_of_job(job_id)]
+    found = verdict_of_run(logs, catalog, kernel_logs)
+    if found is not None:
+        verdict, here, there = found
+    else:
+        verdict, here, there = find_cause(logs, layout=layout, dmesg=kernel_logs, catalog=catalog), "", ""
     if flight_recorder is not None:
         from krea_runner.diagnose.dumps import with_flight_recorder
 
@@ -82,22 +92,34 @@ def _layout(job: Path | None) -> "Layout":
         raise KreaRunnerError(
             f"{job} is not a JSON object", hint='for example {"nodes": ["n1", "n2"], "gpus_per_node": 8}'
         )
+    if isinstance(read.get("nodes"), str):
+        from krea_runner.schedulers.nodelist import expand
+
+        read["nodes"] = expand(read["nodes"])
     return from_job(read)
 
 
 def _asked(job_id: str) -> "Layout":
-    from krea_runner.diagnose.layout import Layout
-    from krea_runner.errors import JobNotFound
-    from krea_runner.proc import run
-    from krea_runner.schedulers.slurm_cli import SlurmCli
+    from krea_runner.diagnose.layout import from_job
+    from krea_runner.schedulers.slurm_layout import job_document
 
+    return from_job(job_document(job_id))
+
+
+def _log_of_job(job_id: str | None) -> str:
+    from krea_runner.cli import context
+    from krea_runner.errors import NotFound
+    from krea_runner.launch.adopt import log_of
+    from krea_runner.schedulers.slurm_cli import SlurmCli
+    from krea_runner.schedulers.slurm_describe import describe
+
+    if job_id is None:
+        raise typer.BadParameter("name a log, a run, or a job with --jobid", param_hint="LOG")
     record = SlurmCli().jobs([job_id]).get(job_id)
-    if record is None:
-        raise JobNotFound(f"Slurm does not know job {job_id}", hint="give its nodes with --job job.json")
-    if not record.nodelist:
-        return Layout()
-    names = run(["scontrol", "show", "hostnames", record.nodelist], timeout_s=10.0).stdout.split()
-    return Layout(nodes=names, still_running=record.state.is_live)
+    log = None if record is None else log_of(describe(job_id), record, record.user or context.current_user())
+    if log is None:
+        raise NotFound(f"where job {job_id} writes its log, Slurm does not say", hint="krea-runner diagnose LOG")
+    return str(log)
 
 
 def _text(path: Path) -> str:
@@ -117,45 +139,10 @@ def _node_file(item: str) -> tuple[str, str]:
     return node, name
 
 
-def document(verdict: "Verdict") -> dict[str, Any]:
-    suspects = verdict.suspects
-    return {
-        "schema_version": 1,
-        "cause": verdict.cause,
-        "policy": verdict.policy,
-        "retryable": verdict.retryable,
-        "title": verdict.title,
-        "advice": verdict.advice,
-        "symptom": verdict.symptom,
-        "confidence": verdict.confidence,
-        "why": verdict.why,
-        "suspects": {
-            "nodes": list(suspects.nodes),
-            "ranks": list(suspects.ranks),
-            "gpus": list(suspects.gpus),
-            "reasons": [{"kind": s.kind, "name": s.name, "reason": s.reason} for s in suspects.reasons],
-        },
-        "first_evidence": None if verdict.first_evidence is None else _evidence(verdict.first_evidence),
-        "evidence": [_evidence(item) for item in verdict.evidence],
-        "fallout": [_evidence(item) for item in verdict.fallout],
-        "problems": list(verdict.problems),
-    }
-
-
-def _evidence(item: "Evidence") -> dict[str, Any]:
-    return {
-        "file": item.file, "line": item.line, "text": item.text, "signature": item.signature,
-        "time": None if item.at is None else _clock(item.at), "rank": item.rank, "node": item.node or None,
-        "gpu": item.gpu or None, "count": item.count,
-    }  # fmt: skip
-
-
-def _clock(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-
-
 def lines(verdict: "Verdict") -> list[str]:
     """At most twelve. Everything that comes from a log is escaped."""
+    from krea_runner.diagnose.document import log_time
+
     shown = [f"{verdict.title}  [{verdict.cause}]"]
     first = verdict.first_evidence
     if first is not None:
@@ -163,7 +150,7 @@ def lines(verdict: "Verdict") -> list[str]:
             f"rank {first.rank}" if first.rank is not None else "",
             first.node,
             first.gpu,
-            _clock(first.at) if first.at else "",
+            log_time(first.at) if first.at else "",
         ]
         shown.append(
             f"first    {safe(first.file)}:{first.line}  {safe('  '.join(part for part in where if part))}".rstrip()
@@ -182,7 +169,8 @@ def lines(verdict: "Verdict") -> list[str]:
         folded = ", ".join(f"{item.signature} ({item.count})" for item in verdict.fallout[:4])
         shown.append(f"fallout  {safe(folded)}")
     shown.append(f"do       {verdict.advice}  [{verdict.policy}]")
-    shown.append(f"sure     {verdict.confidence}: {safe(verdict.why)}")
+    everywhere = "; every rank says the same" if verdict.everywhere else ""
+    shown.append(f"sure     {verdict.confidence}: {safe(verdict.why)}{everywhere}")
     shown += [f"unread   {safe(problem)}" for problem in verdict.problems[: 12 - len(shown)]]
     return shown[:12]
 
@@ -212,15 +200,16 @@ def signatures_test(
 
     Example: krea-runner signatures test slurm-4711.out
     """
+    from krea_runner.diagnose.document import evidence_document
     from krea_runner.diagnose.gather import read_log
     from krea_runner.diagnose.layout import Layout
     from krea_runner.diagnose.logs import evidence
     from krea_runner.diagnose.reading import expand
-    from krea_runner.diagnose.signatures import load_catalog
+    from krea_runner.diagnose.site import load_site_catalog
 
-    catalog, layout = load_catalog(tuple(table or ())), Layout()
+    catalog, layout = load_site_catalog(table or ()), Layout()
     read = [read_log(name, number, catalog, layout) for number, name in enumerate(expand(logs))]
-    found = [(event, _evidence(evidence(event, read, layout))) for log in read for event in log.events]
+    found = [(event, evidence_document(evidence(event, read, layout))) for log in read for event in log.events]
     if as_json:
         rows = [{**row, "role": event.role, "cause": event.signature.cause} for event, row in found]
         sys.stdout.write(json.dumps({"schema_version": 1, "matches": rows}, indent=2) + "\n")

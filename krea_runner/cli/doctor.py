@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from krea_runner.errors import KreaRunnerError
+from krea_runner.errors import ConfigError, KreaRunnerError
 from krea_runner.observe.mounts import file_system
 from krea_runner.schedulers import Check
 
@@ -79,6 +79,7 @@ def run_checks(only: str | None) -> Iterator[Check]:
     yield from _guarded("python", _python)
     yield from _guarded("state dir", _state_dir)
     yield from _guarded("templates", _templates)
+    yield from _guarded("site.toml", _site)
     runs: list[Run] = []
     yield from _guarded("history", lambda: _history(runs))
     yield from _guarded("run dirs", lambda: _run_dirs(runs))
@@ -116,6 +117,19 @@ def _templates() -> Iterator[Check]:
     from krea_runner.launch.render import template_dir
 
     yield Check("templates", True, str(template_dir()))
+
+
+def _site() -> Iterator[Check]:
+    from krea_runner.config.site_toml import site_files
+    from krea_runner.diagnose.site import load_site_catalog
+
+    files = site_files()
+    try:
+        load_site_catalog()
+    except ConfigError as error:
+        yield Check("site.toml", False, "; ".join([str(error), *error.problems]), error.hint or "")
+    else:
+        yield Check("site.toml", True, ", ".join(map(str, files)) or "none, the built-in signatures alone")
 
 
 def _state_dir() -> Iterator[Check]:

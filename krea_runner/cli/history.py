@@ -77,6 +77,7 @@ def incident_document(incident: "Incident") -> dict[str, Any]:
         "resumed_step": incident.resumed_step,
         "resume_s": incident.resume_s,
         "agreed_by": finding.agreed_by,
+        "diagnosis": None if finding.diagnosis is None else asdict(finding.diagnosis),
         "evidence": list(finding.evidence),
         "suspects": [asdict(suspect) for suspect in finding.suspects],
     }

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from krea_runner.errors import ConfigError, KreaRunnerError, MayNotDrain, NotFound, SchedulerError
+from krea_runner.errors import KreaRunnerError, MayNotDrain, NotFound, SchedulerError
 
 if TYPE_CHECKING:
     from krea_runner.history.exclusions import Exclusion
@@ -78,7 +78,7 @@ def nodes(
 def exclude(
     node: Nodes, reason: Reason, run: OneRun = None, every: AllRuns = False, lasts: For = FOR, dry_run: DryRun = False
 ) -> None:
-    """Keep a run, or all of yours, off a node from its next restart on.
+    """Keep a run, or all of yours, off a node from its next start on.
 
     Never so many that fewer nodes than the gang needs are left; what you exclude yourself in run.toml stays.
 
@@ -90,7 +90,7 @@ def exclude(
     names, seconds = _names(node), _seconds(lasts)
     _check_reason(reason)
     if (run is None) == (not every):
-        raise KreaRunnerError("which runs?", hint="give either --run NAME or --all")
+        raise typer.BadParameter("which runs? give either --run NAME or --all")
     history, user = context.history(), context.current_user()
     found = None if run is None else history.find_run(run, user=user)
     text = f"{fold(names)} for {lasts} from " + ("all your runs" if found is None else repr(found.name))
@@ -103,7 +103,7 @@ def exclude(
         typer.echo(f"would exclude {text}")
         return
     _exclude(names, None if found is None else found.run_id, reason, seconds)
-    typer.echo(f"excluded {text}, from the next restart on")
+    typer.echo(f"excluded {text}, from the next start on")
 
 
 @app.command()
@@ -146,14 +146,14 @@ def drain(node: Nodes, reason: Reason, kind: Kind = "slurm", dry_run: DryRun = F
     _check_reason(reason)
     if dry_run:
         refuse_others_drains(scheduler.nodes(names), names, f"draining {fold(names)}")
-        typer.echo(f"would drain {fold(names)}")
+        typer.echo(f"would drain {fold(names)}, or where you may not, exclude it from all your runs for {FOR}")
         return
     try:
         scheduler.drain(names, reason)
     except MayNotDrain:
         _exclude(names, None, reason, _seconds(FOR))
         typer.echo(
-            f"you may not drain {fold(names)}; excluded instead, from all your runs for {FOR}, from their next restart on",
+            f"you may not drain {fold(names)}; excluded instead, from all your runs for {FOR}, from their next start on",
             err=True,
         )
         raise typer.Exit(SchedulerError.exit_code) from None
@@ -208,7 +208,7 @@ def _seconds(text: str) -> float:
     try:
         return parse_duration(text)
     except ValueError as error:
-        raise ConfigError(f"--for {text!r}: {error}") from None
+        raise typer.BadParameter(str(error), param_hint="--for") from None
 
 
 def _check_known(schedulers: "Sequence[Scheduler]", names: Sequence[str]) -> None:

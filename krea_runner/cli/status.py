@@ -246,6 +246,15 @@ def view_document(view: "RunView") -> dict[str, Any]:
             {"rank": beat.rank, "node": beat.node, "step": beat.step, "phase": beat.phase}
             for beat in snapshot.heartbeats.ranks
         ],
+        "progress": [
+            {
+                "source": source.name,
+                "step": source.step,
+                "moved_age_s": None if source.moved_mono is None else round(snapshot.mono - source.moved_mono, 3),
+                "could_not_see": source.unseen or None,
+            }
+            for source in (snapshot.watch.sources if snapshot.watch else ())
+        ],
         "checkpoint_step": checkpoints.newest.step if checkpoints.newest else None,
         "checkpoint": str(checkpoints.newest.path) if checkpoints.newest else None,
         "checkpoints_incomplete": list(checkpoints.incomplete),

@@ -37,7 +37,8 @@ def stop(
         )
         return
     if dry_run:
-        typer.echo(f"would stop {found.name!r} and cancel job {found.job_id or '(none yet)'}")
+        text = f"would stop {found.name!r} and cancel job {found.job_id or '(none yet)'}"
+        _say(text, found.run_id, found.state, as_json)
         return
     reason = f"stopped by {context.current_user()} with krea-runner stop"
     history.stop_run(found, reason=reason, by=own_holder(), now=clock.wall())

@@ -42,8 +42,12 @@ def submit(
     if scheduler is not None:
         config = replace(config, scheduler=scheduler, transport=config.transport if scheduler == "slurm" else "local")
     if dry_run:
-        typer.echo(render(config), nl=False)
+        if as_json:
+            print_json({"run": config.name, "run_dir": str(config.run_dir), "script": render(config)})
+        else:
+            typer.echo(render(config), nl=False)
         return
+    off: list[str] = []
     check_before_submit(run_toml, config, refuse_errors=not no_check)
     run = submit_run(
         config,
@@ -52,9 +56,12 @@ def submit(
         scheduler=context.scheduler(config.endpoint),
         user=context.current_user(),
         clock=SystemClock(),
+        tell=off.append,
     )
     if as_json:
-        print_json({"run": config.name, "run_id": run.run_id, "job_id": run.job_id, "run_dir": str(config.run_dir)})
+        facts = {"run_id": run.run_id, "job_id": run.job_id, "run_dir": str(config.run_dir), "exclusions": off}
+        print_json({"run": config.name, **facts})
         return
-    typer.echo(f"submitted {config.name!r} as job {run.job_id} ({config.endpoint}), {config.gang.nodes} nodes")
+    said = ", ".join([f"{config.gang.nodes} nodes", *off])
+    typer.echo(f"submitted {config.name!r} as job {run.job_id} ({config.endpoint}), {said}")
     typer.echo(f"  keep it going:  krea-runner supervise --every 10s      see it:  krea-runner status {reference(run)}")

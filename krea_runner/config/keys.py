@@ -1,5 +1,6 @@
 """Every key of run.toml: one table, from which files are checked and docs/reference/run-toml.md is made."""
 
+import difflib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from krea_runner.config.durations import is_slurm_time, parse_duration
+from krea_runner.config.progress_presets import PRESETS, compiled
 from krea_runner.model import SCHEDULERS
 
 Check = Callable[[Any], Any]
@@ -76,6 +78,11 @@ def count(least: int) -> Check:
     return check
 
 
+def budget(value: Any) -> float | None:
+    """Seconds; None where it is to be learned."""
+    return None if value == "auto" else parse_duration(value)
+
+
 def factor(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= 100:
         raise ValueError(f"a number from 1 to 100 is wanted, not {value!r}")
@@ -86,6 +93,13 @@ def yes_or_no(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"true or false is wanted, not {value!r}")
     return value
+
+
+def evidence_time(value: Any) -> float:
+    seconds = parse_duration(value)
+    if not 5 <= seconds <= 60:
+        raise ValueError(f"5 s to 60 s are possible, not {value!r}: the step hangs meanwhile")
+    return seconds
 
 
 def exit_codes(value: Any) -> tuple[int, ...]:
@@ -107,6 +121,26 @@ def file_name(value: Any) -> str:
     result = text(value)
     if "/" in result:
         raise ValueError(f"a file name inside the checkpoint is wanted, not a path: {value!r}")
+    return result
+
+
+def progress_pattern(value: Any) -> str:
+    result = text(value)
+    if result in PRESETS:
+        return result
+    near = (
+        difflib.get_close_matches(result.lower(), PRESETS, n=1, cutoff=0.7) if re.fullmatch(r"[\w-]+", result) else []
+    )
+    if near:
+        raise ValueError(f"unknown preset {result!r}; did you mean {near[0]!r}?")
+    if len(result) > 1000:
+        raise ValueError("an expression has at most 1000 characters")
+    try:
+        matches_nothing = compiled(result).search("")
+    except re.error as error:
+        raise ValueError(f"no regular expression: {error} in {result!r}; presets: {', '.join(PRESETS)}") from None
+    if matches_nothing:
+        raise ValueError(f"{result!r} matches every line, even an empty one")
     return result
 
 
@@ -206,12 +240,15 @@ TABLES: dict[str, tuple[Key, ...]] = {
     ),
     "slurm": (*_SLURM_KEYS, Key("extra", options, "Whole sbatch options that have no key here.", "[]")),
     "budgets": (
-        Key("startup", parse_duration, "From the start to the first step.", "30m"),
-        Key("step", parse_duration, "Between two beats while stepping. No budget is judged below 3.5 s.", "5m"),
-        Key("checkpoint", parse_duration, "In the phase `checkpoint`.", "15m"),
-        Key("evaluation", parse_duration, "In the phase `evaluation`.", "30m"),
-        Key("shutdown", parse_duration, "In the phase `shutdown`.", "10m"),
-        Key("default", parse_duration, "In a phase of any other name.", "15m"),
+        Key("startup", budget, "From the start to the first step.", "auto"),
+        Key("compile", budget, "In the phase `compile`, and between the first steps of an attempt (where `step` is `auto`).",
+            "auto"),
+        Key("step", budget, "Between two beats while stepping. No budget is judged below 3.5 s.", "auto"),
+        Key("data", budget, "In the phase `data`: the loop waits for its next batch.", "auto"),
+        Key("checkpoint", budget, "In the phase `checkpoint`.", "auto"),
+        Key("evaluation", budget, "In the phase `evaluation`.", "auto"),
+        Key("shutdown", budget, "In the phase `shutdown`.", "auto"),
+        Key("default", budget, "In a phase of any other name.", "auto"),
         Key("second_look", factor, "Without a second signal that agrees, wait this many times the budget.", "2.0"),
     ),
     "checkpoint": (
@@ -221,11 +258,28 @@ TABLES: dict[str, tuple[Key, ...]] = {
         Key("step_back", yes_or_no, "After two deaths within ten minutes of loading the same one, go on from the one before it. "
             "The training script must load `$KREA_RESUME_FROM`; the run directory must be mounted here.", "false"),
     ),
+    "progress": (
+        Key("pattern", progress_pattern, "What the log says at each step: a preset (" + ", ".join(f"`{p}`" for p in PRESETS)
+            + ") or a regular expression, in which `(?P<step>...)` is the step.", "none"),
+        Key("budget", parse_duration, "Between two signs of progress, where no phase is known.",
+            "longest of step, checkpoint, evaluation"),
+        Key("checkpoints", parse_duration, "A new whole checkpoint at least this often. Without it a new one is a sign of "
+            "progress, and none is no sign of a hang.", "none"),
+        Key("log_silence", parse_duration, "A log this long silent is a hang, twice as long (`second_look`) without another "
+            "sign. Without it silence alone is only told.", "none"),
+    ),
     "policy": (
         Key("mode", one_of("act", "observe"), "`observe` records and says what it would do.", "act"),
         Key("max_restarts", count(0), "Restarts after crashes and hangs within `window`.", "20"),
         Key("window", parse_duration, "What `max_restarts` is counted over.", "1d"),
         Key("no_progress_limit", count(1), "Restarts after the same failure without a newer checkpoint, then hold.", "2"),
         Key("never_restart_exit_codes", exit_codes, "Exit codes that mean: a restart makes no sense.", "[93]"),
+    ),
+    "evidence": (
+        Key("collect", yes_or_no, "Whether a hung step is looked at before it is killed ([evidence](evidence.md)).", "true"),
+        Key("timeout", evidence_time, "How long that may take at most, and so how long it may put off the restart; 5 s to "
+            "60 s.", "20s"),
+        Key("py_spy", path, "Where py-spy is on the compute nodes, if it is not found (PATH, the rank's and krea_runner's own "
+            "environment).", "none"),
     ),
 }  # fmt: skip

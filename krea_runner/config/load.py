@@ -2,7 +2,9 @@
 
 import difflib
 import hashlib
+import os
 import re
+import stat
 import tomllib
 from pathlib import Path
 from types import MappingProxyType
@@ -11,7 +13,7 @@ from typing import Any
 from krea_runner.config.keys import OWNED, TABLES, Key
 from krea_runner.config.lines import key_lines
 from krea_runner.errors import ConfigError
-from krea_runner.model import Budgets, CheckpointSpec, Gang, Policy, RunConfig
+from krea_runner.model import Budgets, CheckpointSpec, EvidenceSpec, Gang, Policy, ProgressSpec, RunConfig
 
 MAX_BYTES = 1 << 20
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -75,7 +77,9 @@ def _read(path: Path) -> str:
     try:
         if path.is_dir():
             raise ConfigError(f"{path} is a directory", hint=f"name the file: {path / 'run.toml'}")
-        with path.open("rb") as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # it is read twice, and kept
+                raise ConfigError(f"{path} is not a regular file", hint="write it down: krea-runner submit run.toml")
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(
@@ -205,6 +209,8 @@ def _build(values: dict[str, dict[str, Any]], base: Path) -> RunConfig:
     workdir = _below(base, run.get("workdir", "."))
     directory = checkpoint.pop("dir", None)
     second_look = {"second_look": budgets.pop("second_look")} if "second_look" in budgets else {}
+    budgets = {phase: value for phase, value in budgets.items() if value is not None}  # the others learn
+    evidence = {("timeout_s" if key == "timeout" else key): value for key, value in values["evidence"].items()}
     policy = {("window_s" if key == "window" else key): value for key, value in values["policy"].items()}
     return RunConfig(
         name=run["name"],
@@ -219,9 +225,13 @@ def _build(values: dict[str, dict[str, Any]], base: Path) -> RunConfig:
         env=MappingProxyType(values["env"]),
         gang=Gang(**values["gang"]),
         slurm=MappingProxyType(values["slurm"]),
-        budgets=Budgets(**{f"{key}_s": value for key, value in budgets.items()}, **second_look),
+        budgets=Budgets(**{f"{key}_s": value for key, value in budgets.items()}, **second_look, fixed=tuple(budgets)),
         checkpoint=CheckpointSpec(directory=_below(workdir, directory) if directory else None, **checkpoint),
         policy=Policy(**policy),
+        evidence=EvidenceSpec(**evidence),
+        progress=ProgressSpec(
+            **{key if key == "pattern" else f"{key}_s": value for key, value in values["progress"].items()}
+        ),
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from krea_runner.model import Budgets, CheckpointSpec, Gang, Policy, RunConfig
+from krea_runner.model import Budgets, CheckpointSpec, EvidenceSpec, Gang, Policy, ProgressSpec, RunConfig
 
 T = TypeVar("T")
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 def config_to_json(config: RunConfig) -> str:
     plain = {field.name: getattr(config, field.name) for field in fields(config)}
     plain |= {"env": dict(config.env), "slurm": dict(config.slurm)}
-    plain |= {part: asdict(plain[part]) for part in ("gang", "budgets", "checkpoint", "policy")}
+    plain |= {part: asdict(plain[part]) for part in ("gang", "budgets", "checkpoint", "policy", "evidence", "progress")}
     return json.dumps(plain, default=str, sort_keys=True)
 
 
@@ -27,6 +27,8 @@ def config_from_json(text: str) -> RunConfig:
     policy = plain["policy"]
     if "never_restart_exit_codes" in policy:
         policy["never_restart_exit_codes"] = tuple(policy["never_restart_exit_codes"])
+    budgets = plain["budgets"]
+    budgets["fixed"] = tuple(budgets.get("fixed", [key.removesuffix("_s") for key in budgets if key.endswith("_s")]))
     slurm = plain["slurm"]
     if "extra" in slurm:
         slurm["extra"] = tuple(slurm["extra"])
@@ -39,9 +41,11 @@ def config_from_json(text: str) -> RunConfig:
         "env": MappingProxyType(plain["env"]),
         "slurm": MappingProxyType(slurm),
         "gang": _known(Gang, plain["gang"]),
-        "budgets": _known(Budgets, plain["budgets"]),
+        "budgets": _known(Budgets, budgets),
         "checkpoint": _known(CheckpointSpec, checkpoint),
         "policy": _known(Policy, policy),
+        "evidence": _known(EvidenceSpec, plain.get("evidence", {})),
+        "progress": _known(ProgressSpec, plain.get("progress", {})),
     }
     return _known(RunConfig, plain)
 

@@ -7,6 +7,7 @@ never be restarted, then what a restart would not help, then the budget.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from krea_runner.decide.verdicts import speaks_against_restart
 from krea_runner.model import Decision, DecisionKind, Finding, Incident, Policy, Symptom
 
 # A restart after one of these is charged to the budget. A time limit or a preemption is not a crash (design rule 1).
@@ -82,6 +83,11 @@ def _for_a_person(case: Case) -> Decision | None:
     return None if what is None else Decision(DecisionKind.HOLD, what)
 
 
+def _diagnosed(case: Case) -> Decision | None:
+    why = speaks_against_restart(case.finding, case.checkpoint_step, _since_last_hold(case.earlier))
+    return Decision(DecisionKind.HOLD, why) if why else None
+
+
 def _no_progress(case: Case) -> Decision | None:
     early = case.finding.cause in _BEFORE_ANY_STEP
     if case.finding.symptom not in CHARGED or (case.checkpoint_step is None and not early):
@@ -96,7 +102,7 @@ def _no_progress(case: Case) -> Decision | None:
     newer = "any checkpoint" if case.checkpoint_step is None else f"a checkpoint newer than step {case.checkpoint_step}"
     return Decision(
         DecisionKind.HOLD,
-        f"the same {case.finding.symptom.value} ({case.finding.cause}) {fruitless + 1} times without {newer}",
+        f"the same {case.finding.symptom.value} ({case.finding.known_cause}) {fruitless + 1} times without {newer}",
     )
 
 
@@ -124,6 +130,7 @@ _RULES: tuple[Callable[[Case], Decision | None], ...] = (
     _already_requeued,
     _for_a_person,
     _never_restart,
+    _diagnosed,
     _no_progress,
     _over_budget,
     _observe_only,
@@ -163,4 +170,8 @@ def _since_last_hold(earlier: Sequence[Incident]) -> Sequence[Incident]:
 
 
 def _same_failure(one: Finding, other: Finding) -> bool:
-    return (one.symptom, one.cause) == (other.symptom, other.cause)
+    """As they showed; two that are surely of different causes are two failures all the same."""
+    if (one.symptom, one.cause) != (other.symptom, other.cause):
+        return False
+    told = [finding.diagnosis for finding in (one, other) if finding.diagnosis is not None]
+    return len(told) < 2 or not all(each.is_sure for each in told) or told[0].cause == told[1].cause

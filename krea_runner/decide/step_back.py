@@ -1,4 +1,4 @@
-"""Whether a run should go on from an older checkpoint: the one that it loaded may be damaged in a way that no look finds. Pure."""
+"""Whether a run should go on from an older checkpoint: the one it loaded may be damaged in a way that no look finds. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -243,7 +243,7 @@ def _finding(
     evidence: list[str] | None = None,
 ) -> Finding:
     job, watch, end = snapshot.job, snapshot.watch, end_of(snapshot)
-    step = max((rank.step for rank in watch.ranks), default=-1) if watch else -1
+    step = watch.step if watch is not None and watch.step is not None else -1
     if step < 0 and snapshot.attempt is not None and snapshot.attempt.last_step is not None:
         step = snapshot.attempt.last_step
     said = "Slurm does not know the job" if job is None else f"Slurm says {job.raw_state}"

@@ -320,7 +320,8 @@ def _entry(raw: object, calls: dict[Call, Call], wheres: dict[int, str]) -> Entr
     if not colon:
         backend, op = "", profile
     is_p2p = bool(raw.get("is_p2p", op.startswith(("send", "recv"))))
-    group = raw.get("process_group", raw.get("pg_name", ""))
+    # torch 2.2 (version 1.1) names no group: there is only the id, which counts the groups of that rank.
+    group = raw.get("process_group", raw.get("pg_name", raw.get("pg_id", "")))
     names = [_short(part) for part in group[:2]] if isinstance(group, list | tuple) else [_short(group)]
     call = Call(
         op,

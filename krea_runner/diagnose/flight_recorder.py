@@ -5,9 +5,10 @@ enqueued (it is behind: stalled, crashed or elsewhere), or that ranks asked for 
 all asked for alike and not all finished (network or a GPU). Only the first difference of a group counts: what follows it is
 paired wrongly. A group that waits for ranks which themselves wait in another group is fallout of that other group.
 
-Written from the source of torch.distributed.flight_recorder (2.13), not compared with it by a test yet. Three things that it
-gets wrong differ on purpose: it takes the lowest rank's call for the right one (here the majority's is), it cannot read
-gloo's dumps (`pg_config` has another key than the entries), and it stops when one rank left no dump.
+A test holds it against torch.distributed.flight_recorder (2.13) on recorded and on random runs. Where that one is wrong the
+answers differ on purpose: it takes the lowest rank's call for the right one (here the majority's is), it cannot read gloo's
+dumps (`pg_config` has another key than the entries), it stops when one rank left no dump, and where ring buffers have lost
+entries it aligns ranks by record instead of by call, which accuses those that are in fewer groups.
 """
 
 import os
@@ -137,7 +138,9 @@ def analyse_dumps(dumps: Sequence[RankDump]) -> FlightRecorderVerdict:
             NO_DUMP, first.group if first else "", first.seq if first else 0, no_dump, reason, "medium"
         )
         ordered, causes = [missing, *ordered], [missing]
-    suspects = tuple(dict.fromkeys(rank for finding in causes for rank in finding.suspects))
+    named = tuple(dict.fromkeys(rank for finding in causes for rank in finding.suspects))
+    held_up = {rank for finding in causes for rank in _waiting_elsewhere(finding, ordered, groups)}
+    suspects = tuple(rank for rank in named if rank not in held_up) or named
     seen = FlightRecorderVerdict(
         HEALTHY,
         "every recorded call was joined by its ranks and has finished",
@@ -199,6 +202,8 @@ class _Group:
     status: dict[int, Status]
     whole: set[int]
     """Ranks whose ring buffer has lost nothing."""
+    is_listed: bool = True
+    """Otherwise `members` are only those that were seen to call it."""
 
     def enqueued(self, rank: int) -> int:
         return max((*self.calls[rank], self.status[rank].enqueued))
@@ -261,7 +266,7 @@ class _Group:
         reason = f"{_ranks(absent)} never entered {usual} {seq} of group {self.name}; {_ranks(present)} did"
         # Where the others have finished it, they may only have been dumped a moment later.
         known = all(rank in self.whole or self.calls[rank] or self.status[rank].enqueued >= 0 for rank in absent)
-        return self._finding(MISSING, seq, absent, reason, "high" if waits and known else "medium")
+        return self._finding(MISSING, seq, absent, reason, "high" if waits and known and self.is_listed else "medium")
 
     def _mismatch(
         self, seq: int, differing: tuple[str, tuple[int, ...]], present: dict[int, list[Call]]
@@ -301,6 +306,11 @@ class _Group:
         if len(stuck) < len(at):
             reason = f"{_ranks(stuck)} did not finish {said}; {_ranks(set(at) - set(stuck))} did"
             return [self._finding(NOT_FINISHED, seq, stuck, reason, "low")]
+        if not self.is_listed:
+            reason = (
+                f"{_ranks(stuck)} did not finish {said}; the recorder does not name its members, so one may be missing"
+            )
+            return [self._finding(STUCK_TOGETHER, seq, (), reason, "low")]
         reason = f"all ranks entered {said} alike and none finished it: network, a GPU, or a rank without a dump"
         return [self._finding(STUCK_TOGETHER, seq, (), reason, "medium")]
 
@@ -350,11 +360,14 @@ def _groups(dumps: Sequence[RankDump]) -> list[_Group]:
     by_rank = {dump.rank: dump for dump in dumps}
     for dump in dumps:
         for name in dict.fromkeys(entry.group for entry in dump.entries):
-            members = _members(dump, name) or tuple(sorted(used[name]))
+            named = _members(dump, name)
+            # gloo (torch 2.13) names no members once there is a second group; everybody is in the default one.
+            members = named or tuple(sorted(by_rank if name[1] == "default_pg" else used[name]))
             key = (*name, members)
             if key not in keyed:
                 have = [rank for rank in members if rank in by_rank]
                 keyed[key] = _group(name, members, [by_rank[rank] for rank in have], ids[name])
+                keyed[key].is_listed = bool(named) or name[1] == "default_pg"
     return [group for group in keyed.values() if group.calls]
 
 
@@ -426,19 +439,26 @@ def _are_twins(one: str, other: str) -> bool:
 
 
 def _causes_first(findings: Sequence[FlightFinding], groups: Sequence[_Group]) -> list[FlightFinding]:
-    by_name = {group.name: group for group in groups}
     marked = []
     for finding in findings:
-        elsewhere = [other for other in findings if other.group != finding.group]
-        fallout = bool(finding.suspects) and all(
-            any(by_name[other.group].blocked(rank) for other in elsewhere if rank in other.waiting)
-            for rank in finding.suspects
-        )
-        marked.append(replace(finding, is_fallout=fallout))
+        waiting = _waiting_elsewhere(finding, findings, groups)
+        marked.append(replace(finding, is_fallout=bool(finding.suspects) and waiting == set(finding.suspects)))
     if marked and all(finding.is_fallout for finding in marked):  # a ring of groups, each waiting for the next
         marked = [replace(finding, is_fallout=False) for finding in marked]
     vague = {STUCK_TOGETHER}
     return sorted(marked, key=lambda finding: (finding.is_fallout, finding.kind in vague, finding.since_ns))
+
+
+def _waiting_elsewhere(finding: FlightFinding, findings: Sequence[FlightFinding], groups: Sequence[_Group]) -> set[int]:
+    """The suspects that have not come because they themselves wait in another group: for whom, its own finding says."""
+    by_name = {group.name: group for group in groups}
+    return {
+        rank
+        for other in findings
+        if other.group != finding.group
+        for rank in {*finding.suspects}.intersection(other.waiting)
+        if by_name[other.group].blocked(rank)
+    }
 
 
 def _said(calls: Sequence[Call]) -> str:

@@ -2,27 +2,33 @@
 
 import re
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from krea_runner.diagnose.layout import Layout, bus_key
 from krea_runner.diagnose.lines import LogLine, any_time, clean, read_line
-from krea_runner.diagnose.reading import Block, blocks
+from krea_runner.diagnose.reading import Block, LogUnreadable, Part, blocks
 from krea_runner.diagnose.scan import CAP, Search
 from krea_runner.diagnose.signatures import Catalog, Signature, match
+from krea_runner.diagnose.xid import SAME_EVENT_S
 
 TAIL_BYTES = 1 << 20
 HEAD_BYTES = 64 << 10
 SAME_LIMIT = 64  # events kept of one signature, rank and attempt; the rest is counted
 _PROGRESS = re.compile(
-    r"\b(?:step|iteration|iter|it|global_step)\b[ =:#]{0,12}\d+|\d{1,3}%\||\{'loss': |completed step: \d"
+    r"\b(?:step|iteration|iter|it|global_step)\b[ =:#]{0,12}\d+|\d{1,3}%\||\{'loss': |completed step: \d+"
     r"|\b[Ee]poch\b.{0,40}\bloss\b|\bloss[ =:]+\d.{0,80}(?:it/s|s/it|tok/s|samples/s)|saved checkpoint"
 )
+SURVIVED_BY = 3  # steps after an event: the run went on
+_WRITER = re.compile(r" {0,6}\d{1,6}: |\[rank\d+\]:")
 TRACEBACKS = 200  # of one log, followed line by line
 _MARGIN = re.compile(rb" {0,6}(?:\d{1,6}: )?(?:\[rank\d+\]: )?")
 _NAMED = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w+(?:: |$)(?P<message>.*)")
 _USUAL = re.compile(r"[\w.]+(?:Error|Exception|Abort|Interrupt|Exit|Failure|Timeout|NotFound|Exceeded)\b")
 _LOCAL_GID = re.compile(r"local ?G[iI][dD] (?!index)([0-9a-f:.]+)")
+_NO_FAILURE = frozenset({"context", "start", "restart", "end"})
+_NUMBERS = frozenset({"rank", "rank2", "pid", "pid2", "xid", "sxid", "code", "seq", "grank", "nranks"})
 _TASKS = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -65,23 +71,49 @@ class Log:
     """Of a kernel log; of a log per node, where that is known."""
     kernel: bool = False
     events: list[Event] = field(default_factory=list)
-    progress: list[int] = field(default_factory=list)
-    """Lines near the end of the log that show progress, once for each step shown, ascending."""
+    progress: list[tuple[int, str, str]] = field(default_factory=list)
+    """Near the end of the log, after the first sign of a failure, ascending: line, the rank it names (as text, or none), the step
+    as it was printed."""
     first_at: float | None = None
-    last_at: float | None = None
     last_uptime_s: float | None = None
     bytes_read: int = 0
+    is_cut_short: bool = False
+    """It was not read to its end: there was no time."""
+    problem: str = ""
+    """Why the rest of it could not be read."""
 
     def progress_after(self, line: int) -> int:
-        return sum(1 for number in self.progress if number > line)
+        """How many steps one and the same rank shows after that line, at most SURVIVED_BY: four ranks that print step 10 while a
+        fifth prints its exception are no progress."""
+        steps: dict[str, set[str]] = {}
+        most = 0
+        for number, rank, step in reversed(self.progress):
+            if number <= line or most >= SURVIVED_BY:
+                break
+            steps.setdefault(rank, set()).add(step)
+            most = max(most, len(steps[rank]))
+        return most
 
 
-def read_log(name: str, number: int, catalog: Catalog, layout: Layout, *, node: str = "", kernel: bool = False) -> Log:
-    """Raises LogUnreadable."""
-    log = Log(name, node, kernel)
+def read_log(
+    source: str | Part,
+    number: int,
+    catalog: Catalog,
+    layout: Layout,
+    *,
+    node: str = "",
+    kernel: bool = False,
+    is_late: Callable[[], bool] = lambda: False,
+) -> Log:
+    """`is_late` is asked after each block: once it says so, the rest is left unread. Raises LogUnreadable where not one byte
+    could be read."""
+    log = Log(source.name if isinstance(source, Part) else source, node, kernel)
     search, reader = Search(catalog.literals), _Reader(catalog, layout, log, number)
     tail: deque[Block] = deque()
-    for block in blocks(name):
+    for block in _readable(source, log):
+        if log.bytes_read and is_late():
+            log.is_cut_short = True
+            break
         if not log.bytes_read:
             reader.look_at_head(block.data[:HEAD_BYTES])
         log.bytes_read += len(block.data)
@@ -98,12 +130,24 @@ def read_log(name: str, number: int, catalog: Catalog, layout: Layout, *, node: 
     return log
 
 
+def _readable(source: str | Part, log: Log) -> Iterator[Block]:
+    """A compressed log that ends in the middle is what a crash leaves: what could be unpacked is judged."""
+    try:
+        yield from blocks(source)
+    except LogUnreadable as error:
+        if not log.bytes_read:
+            raise
+        log.problem = str(error)
+
+
 class _Reader:
     def __init__(self, catalog: Catalog, layout: Layout, log: Log, number: int) -> None:
         self.catalog, self.layout, self.log, self.number = catalog, layout, log, number
         self.year, self.carried, self.followed = 1970, 0.0, 0
         self.kept: dict[tuple[str, object, str], Event] = {}
         self.counts: dict[tuple[str, object], int] = {}
+        self.bursts: dict[tuple[str, ...], deque[Event]] = {}
+        self.latest: dict[tuple[str, ...], Event] = {}
 
     def look_at_head(self, head: bytes) -> None:
         for raw in head.split(b"\n"):
@@ -164,7 +208,10 @@ class _Reader:
             return
 
     def _keep(self, signature: Signature, found: re.Match[str], line: LogLine, number: int) -> None:
-        groups = {key: value for key, value in found.groupdict().items() if value is not None}
+        groups = {
+            key: value for key, value in found.groupdict().items()
+            if value is not None and (key not in _NUMBERS or value.lstrip("-").isdecimal())
+        }  # fmt: skip
         event = Event(
             signature, groups, self.number, number, line.text, line.message,
             order=(line.at if line.at is not None else self.carried, self.number, number),
@@ -175,9 +222,12 @@ class _Reader:
             self.log.last_uptime_s = line.uptime_s
         locate(event, line, self.layout, self.log)
         learn(event, self.layout)
+        if signature.role == "kernel":
+            self._keep_kernel(event)
+            return
         who = (signature.name, event.rank if event.rank is not None else (event.node, line.label))
         same = self.kept.get((*who, event.message[:160]))
-        if same is not None and not same.groups.keys() & {"seq", "xid"} and signature.role not in {"start", "context"}:
+        if same is not None and not same.groups.keys() & {"seq"} and signature.role not in {"start", "context"}:
             same.count += 1
             return
         self.counts[who] = self.counts.get(who, 0) + 1
@@ -190,6 +240,29 @@ class _Reader:
         if signature.role in {"start", "restart"}:  # a new attempt: the same message is a new event
             self.kept.clear()
             self.counts.clear()
+
+    def _keep_kernel(self, event: Event) -> None:
+        """The same fault within seconds is one event. Of each fault the newest are kept: a ring buffer may be full of what
+        happened long before."""
+        code = event.groups.get("xid") or event.groups.get("sxid")
+        what = (event.groups.get("pci") or event.groups.get("switch", ""),) if code else (event.message[:160],)
+        key = (event.signature.name, code or "", *what)
+        before, burst = self.latest.get(key), self.bursts.setdefault(key, deque())
+        self.latest[key] = event
+        if before is not None and _is_same_moment(before, event):
+            burst[-1].count += 1
+            return
+        burst.append(event)
+        self.log.events.append(event)
+        if len(burst) > SAME_LIMIT:
+            self.log.events.remove(burst.popleft())
+
+
+def _is_same_moment(before: Event, now: Event) -> bool:
+    for one, other in ((before.uptime_s, now.uptime_s), (before.at, now.at)):
+        if one is not None and other is not None:
+            return abs(other - one) <= SAME_EVENT_S
+    return {before.at, now.at, before.uptime_s, now.uptime_s} == {None}
 
 
 def _with_start(data: bytes, start: int, line: LogLine) -> bytes | None:
@@ -212,7 +285,7 @@ def locate(event: Event, line: LogLine, layout: Layout, log: Log) -> None:
     groups = event.groups
     event.node = layout.short(line.node) or (log.node if log.kernel or not line.node else line.node)
     if "tasks" in groups:
-        event.node = layout.short(groups["node"]) or groups["node"]
+        event.node = layout.short(groups.get("node", "")) or groups.get("node", "")
         if layout.launcher == "srun":
             event.ranks = tuple(_tasks(groups["tasks"]))
         return
@@ -275,17 +348,17 @@ def _look_at_tail(log: Log, tail: deque[Block]) -> None:
     if log.kernel:
         return
     known = {event.line for event in log.events}
-    for block in tail:
+    # What the run did before the first sign of a failure, and a log without any, need not be looked at line by line.
+    begin = min((event.line for event in log.events if event.role not in _NO_FAILURE), default=None)
+    for block in tail if begin is not None else ():
         data = block.data
         lines = data.split(b"\n")
+        if block.first_line + len(lines) <= (begin or 0):
+            continue
         for number, raw in enumerate(lines, block.first_line):
-            if number in known or len(raw) < 4:
+            if number < (begin or 0) or number in known or len(raw) < 4:
                 continue
             text = raw[:8192].decode("utf-8", "replace")
-            shown = len(_PROGRESS.findall(text))
-            if shown:
-                log.progress += [number] * min(shown, 8)
-    for raw in reversed(tail[-1].data[-HEAD_BYTES:].split(b"\n") if tail else []):
-        if (at := any_time(clean(raw))) is not None:
-            log.last_at = at
-            return
+            for place, found in enumerate(islice(_PROGRESS.finditer(text), 8)):
+                step = found[0] if found[0][-1].isdigit() else f"{number}.{place}"
+                log.progress.append((number, rank[0] if (rank := _WRITER.match(text)) else "", step))

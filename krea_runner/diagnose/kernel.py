@@ -4,12 +4,9 @@ from dataclasses import dataclass
 
 from krea_runner.diagnose.gather import Event, Log
 from krea_runner.diagnose.layout import Layout
-from krea_runner.diagnose.signatures import Catalog
+from krea_runner.diagnose.xid import SAME_BURST_S, action_of
 
 BEFORE_START_S = 120.0
-SAME_BURST_S = 3600.0  # a log in seconds since boot is only compared with its own end
-WEAK_XIDS = {13, 31, 63, 137, 154}
-"""An application's own fault, a repair that worked, a follower, a recommendation: never the cause beside a stronger one."""
 
 
 @dataclass(slots=True)
@@ -23,7 +20,7 @@ class KernelFact:
     text: str = ""
 
 
-def facts(logs: list[Log], layout: Layout, catalog: Catalog, since: float | None) -> list[KernelFact]:
+def facts(logs: list[Log], layout: Layout, since: float | None) -> list[KernelFact]:
     """Of this attempt, in order of time within a node. Benign codes and old entries are left out."""
     found: list[KernelFact] = []
     for log in logs:
@@ -32,13 +29,14 @@ def facts(logs: list[Log], layout: Layout, catalog: Catalog, since: float | None
             if event.signature.name == "kernel-gpu-named":
                 named = event.groups["pci"]
             if event.role == "kernel" and is_recent(event, log, since):
-                fact = _fact(event, log, layout, catalog, named)
+                fact = _fact(event, log, layout, named)
                 if fact is not None:
                     found.append(fact)
     return sorted(found, key=lambda fact: (fact.weak, fact.event.order))
 
 
 def is_recent(event: Event, log: Log, since: float | None) -> bool:
+    """A ring buffer keeps what happened months ago. Times in seconds since boot are only compared with the log's own end."""
     if event.at is not None:
         return since is None or event.at >= since - BEFORE_START_S
     if event.uptime_s is not None and log.last_uptime_s is not None:
@@ -46,15 +44,14 @@ def is_recent(event: Event, log: Log, since: float | None) -> bool:
     return True
 
 
-def _fact(event: Event, log: Log, layout: Layout, catalog: Catalog, named: str) -> KernelFact | None:
+def _fact(event: Event, log: Log, layout: Layout, named: str) -> KernelFact | None:
     cause, weak = event.signature.cause, False
-    if "xid" in event.groups:
-        number = int(event.groups["xid"])
-        if number not in catalog.xids or "Nonfatal" in event.message or "Non-fatal" in event.message:
+    code = event.groups.get("xid") or event.groups.get("sxid")
+    if code is not None:
+        action = action_of(int(code), event.message, is_sxid="sxid" in event.groups)
+        cause, weak = action.cause, action.is_weak
+        if not cause:
             return None
-        if number == 154 and "to 0x0" in event.message:
-            return None
-        cause, weak = catalog.xids[number][0], number in WEAK_XIDS
     pci = event.groups.get("pci", "") or named
     node = event.node or log.node
     rank = layout.rank_of_pid(node, event.pid)

@@ -1,8 +1,14 @@
 """Who is where: rank → node → GPU, from what the supervisor knows (job.json) and from what NCCL printed at start-up."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from krea_runner.errors import KreaRunnerError
+
+_AGENT = re.compile(r"\b(?:torchrun|torch\.distributed\.(?:run|launch)|accelerate[\w.]* launch|deepspeed)\b")
+_PER_NODE = re.compile(r"--nproc[-_]per[-_]node[= ](\d{1,4})\b")
 
 
 @dataclass(slots=True)
@@ -89,9 +95,24 @@ def bus_key(pci: str) -> str:
     return "".join(parts).lstrip("0")
 
 
+def ranks_a_task(command: str | Sequence[str]) -> int | None:
+    """How many ranks each of srun's tasks starts when the command is an agent (torchrun, ...), 0 where it does not say; None:
+    the task is the rank."""
+    text = command if isinstance(command, str) else " ".join(command)
+    if not _AGENT.search(text):
+        return None
+    told = _PER_NODE.search(text)
+    return int(told[1]) if told else 0
+
+
 def from_job(document: Mapping[str, Any]) -> Layout:
-    """`document` is a job.json; missing keys are not known."""
-    nodes = [str(node) for node in document.get("nodes") or document.get("node_list") or []]
+    """`document` is a job.json; missing keys are not known. Raises KreaRunnerError where the nodes are no list of names."""
+    nodes = document.get("nodes") or document.get("node_list") or []
+    if not isinstance(nodes, list) or not all(isinstance(node, str) for node in nodes):
+        raise KreaRunnerError(
+            "the nodes of the job are not a list of names",
+            hint='for example {"nodes": ["n1", "n2"], "gpus_per_node": 8}',
+        )
     gpus = _count(document.get("gpus_per_node"))
     tasks = _count(document.get("tasks_per_node"))
     launcher = str(document.get("launcher") or "")
@@ -100,7 +121,7 @@ def from_job(document: Mapping[str, Any]) -> Layout:
     still = document.get("still_running")
     addresses = document.get("node_ips") or {}
     return Layout(
-        nodes=nodes,
+        nodes=list(nodes),
         gpus_per_node=gpus,
         world_size=_count(document.get("world_size")) or gpus * len(nodes),
         launcher=launcher,

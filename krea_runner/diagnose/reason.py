@@ -6,23 +6,28 @@
    itself; then symptoms, each weaker than the one before it.
 4. Name suspects by the rule of that cause (blame.py, timeouts.py)."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from krea_runner.diagnose.gather import Event, Log
+from krea_runner.diagnose.gather import SURVIVED_BY, Event, Log
 from krea_runner.diagnose.kernel import KernelFact, facts
 from krea_runner.diagnose.layout import Layout
-from krea_runner.diagnose.signatures import Catalog
 from krea_runner.diagnose.timeouts import Blame, analyse
 
 FAILING = ("root", "exception", "signal", "fabric", "network", "stuck", "timeout", "exit", "scheduler")
 SAME_MOMENT_S = 5.0  # the kernel log has whole seconds, and another clock
-SURVIVED_BY = 3  # lines of progress after an event: the run went on
 USER_FAULTS = frozenset(
     "user_exception launch_config_error cuda_oom numeric_divergence collective_desync storage_full checkpoint_corrupt "
     "external_service_error cuda_device_assert shm_exhausted".split()
 )
 GPU_FAULTS = frozenset("gpu_ecc gpu_fell_off_bus gpu_nvlink gpu_hang_driver gpu_init_failure".split())
+# Of exceptions that no signature knows: the class or the message says that something outside of the process may have done it.
+_FROM_OUTSIDE = re.compile(
+    r"[\w.]*(?:Connect|Timeout|TimedOut|Network|Socket|Pipe|Unavailable|Retr(?:y|ies)|Interrupt|Cancel|Signal|Peer|EOF|IOError"
+    r"|SystemExit)|(?:[\w.]+\.)?(?:OSError|BlockingIOError)\b"
+    r"|.{0,300}?\b(?i:connection|timed? ?out|broken pipe|unreachable|unavailable|reset by peer|refused|temporar|try again)"
+)
 STOPS_IN_PEACE = {"slurm_cancelled", "slurm_preempted", "slurm_time_limit"}
 
 
@@ -52,7 +57,8 @@ class Story:
     why: str = ""
 
 
-def tell(logs: list[Log], layout: Layout, catalog: Catalog) -> Story:
+def tell(logs: list[Log], layout: Layout, since: float | None = None) -> Story:
+    """`since`: when the attempt began, where that is known better than from the first time in its logs."""
     events = sorted(
         (event for log in logs if not log.kernel for event in this_attempt(log)), key=lambda event: event.order
     )
@@ -71,7 +77,7 @@ def tell(logs: list[Log], layout: Layout, catalog: Catalog) -> Story:
         event.role in {"network", "fallout"} for event in open_events
     ):
         return _no_failure(events, layout)
-    kernel = facts(logs, layout, catalog, _started_at(logs))
+    kernel = facts(logs, layout, since if since is not None else _started_at(logs))
     story = _choose(open_events, events, kernel, table, layout)
     story.table, story.kernel = table, kernel
     story.fallout = [event for event in events if event.role != "context" and event not in story.events]
@@ -154,10 +160,11 @@ def _choose(
     word = _kernel_word(kernel, strong, faults, by_role)
     if word is not None:
         return word
-    if faults:
-        return _fault_story(faults, everything)
     deaths = [event for event in by_role.get("signal", []) if _is_death(event, cut)]
-    hard = [event for event in deaths if not _is_abort(event)]
+    lost = _lost_peer(deaths, faults, by_role)
+    if faults and not lost:
+        return _fault_story(faults, everything)
+    hard = lost or [event for event in deaths if not _is_abort(event)]
     if hard:
         return _signal_story(hard)
     for role, why in (
@@ -304,7 +311,24 @@ def _fault_story(faults: list[Event], everything: list[Event]) -> Story:
     if cause == "silent_data_corruption":
         doubt = [e for e in everything if e.signature.name == "megatron-unexpected" and e.order <= first.order]
         first, same = (doubt or [first])[0], [*doubt, *same]
+    if first.signature.name == "torch-save-failed" and not full:
+        why = "a checkpoint could not be written, and torch does not say for what reason"
+        return Story(cause, first, same, confidence="medium", why=why)
+    if first.role == "exception" and _FROM_OUTSIDE.match(first.message):
+        why = "an exception about a connection, a time-out or an interruption: perhaps not the code's fault"
+        return Story(cause, first, same, confidence="medium", why=why)
     return Story(cause, first, same, why="the message names the fault, and nothing failed before it")
+
+
+def _lost_peer(deaths: list[Event], faults: list[Event], by_role: dict[str, list[Event]]) -> list[Event]:
+    """One rank died of a signal without a word, before srun had ended any other; then several others raised what nobody knows:
+    what their own code says of a peer that is gone."""
+    raising: set[int] = set().union(*(event.all_ranks for event in faults))
+    dead: set[int] = set().union(*(event.all_ranks for event in deaths))
+    if len(dead) != 1 or len(raising) < 2 or dead & raising or any(event.role != "exception" for event in faults):
+        return []
+    exits = [event for event in by_role.get("exit", []) if event.log == deaths[0].log]
+    return deaths[:1] if all(event.line > deaths[0].line for event in exits) else []
 
 
 def _is_death(event: Event, cut: tuple[float, int, int]) -> bool:

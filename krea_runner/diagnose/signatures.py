@@ -1,4 +1,4 @@
-"""The table of known messages (signatures.toml), loaded and compiled once. Users' own tables have the same form."""
+"""The table of known messages (signatures.toml), loaded and compiled once."""
 
 import re
 import tomllib
@@ -6,10 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
-from pathlib import Path
-from typing import Any
-
-from krea_runner.errors import ConfigError
 
 EXCEPTION_CLASS = r"(?:[\w.]+(?:Error|Exception): )?"
 ROLES = frozenset(
@@ -46,57 +42,11 @@ class Catalog:
 
     causes: Mapping[str, Cause]
     signatures: tuple[Signature, ...]
-    xids: Mapping[int, tuple[str, str]]
     literals: tuple[bytes, ...]
     by_literal: tuple[tuple[int, ...], ...]
 
 
-def parse(
-    document: Mapping[str, Any], origin: str
-) -> tuple[dict[str, Cause], list[Signature], dict[int, tuple[str, str]]]:
-    """Raises ConfigError naming every wrong entry."""
-    problems: list[str] = []
-    causes = {
-        name: Cause(name, row["policy"], row["scope"], row["title"], row["advice"])
-        for name, row in document.get("cause", {}).items()
-    }
-    signatures = []
-    for number, row in enumerate(document.get("signature", []), 1):
-        name = str(row.get("id", f"signature number {number}"))
-        try:
-            signatures.append(_signature(row))
-        except (KeyError, TypeError, ValueError, re.error) as error:
-            problems.append(f"{origin}: {name}: {type(error).__name__}: {error}")
-    if problems:
-        raise ConfigError(
-            f"{origin} holds signatures that cannot be used", problems=problems, hint="see docs/reference/signatures.md"
-        )
-    return causes, signatures, {int(number): (row[0], row[1]) for number, row in document.get("xid", {}).items()}
-
-
-def _signature(row: Mapping[str, Any]) -> Signature:
-    role, literals = row.get("role", "root"), tuple(row["literal"])
-    if role not in ROLES:
-        raise ValueError(f"role {role!r} is none of {', '.join(sorted(ROLES))}")
-    if not literals or any(len(literal) < 4 for literal in literals):
-        raise ValueError("literal must be a list of texts of at least 4 characters: the fast search needs them")
-    return Signature(
-        name=row["id"],
-        role=role,
-        literals=literals,
-        pattern=re.compile(row["pattern"].replace("{EXC}", EXCEPTION_CLASS)),
-        cause=row.get("cause", ""),
-        blame=row.get("blame", "reporter"),
-        source=row.get("source", ""),
-        versions=row.get("versions", ""),
-        examples=tuple(row.get("example", ())),
-        near_misses=tuple(row.get("near_miss", ())),
-    )
-
-
-def combine(
-    causes: Mapping[str, Cause], signatures: Sequence[Signature], xids: Mapping[int, tuple[str, str]]
-) -> Catalog:
+def combine(causes: Mapping[str, Cause], signatures: Sequence[Signature]) -> Catalog:
     literals: dict[str, list[int]] = {}
     for index, signature in enumerate(signatures):
         for literal in signature.literals:
@@ -104,39 +54,20 @@ def combine(
     return Catalog(
         causes,
         tuple(signatures),
-        xids,
         tuple(literal.encode() for literal in literals),
         tuple(tuple(indices) for indices in literals.values()),
     )
 
 
-@lru_cache(maxsize=4)
-def load_catalog(extra: tuple[Path, ...] = ()) -> Catalog:
-    """The built-in table, with the tables in `extra` tried first. A wrong table raises ConfigError."""
-    built_in = resources.files("krea_runner.diagnose").joinpath("signatures.toml").read_text(encoding="utf-8")
-    causes, signatures, xids = parse(tomllib.loads(built_in), "signatures.toml")
-    own: list[Signature] = []
-    for path in extra:
-        more_causes, more, _ = parse(read_table(path), str(path))
-        causes |= more_causes
-        own += more
-    unknown = [f"{s.name}: no cause is called {s.cause!r}" for s in own if s.cause and s.cause not in causes]
-    if unknown:
-        raise ConfigError(
-            "a signature names an unknown cause",
-            problems=unknown,
-            hint="add it under [cause], or use one of: " + ", ".join(sorted(causes)),
-        )
-    return combine(causes, [*own, *signatures], xids)
+@lru_cache(maxsize=1)
+def load_catalog() -> Catalog:
+    """The built-in table. diagnose/site.py adds a site's own."""
+    from krea_runner.diagnose.signature_table import parse_table
 
-
-def read_table(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot read signatures from {path}: {error}", hint="see docs/reference/signatures.md"
-        ) from error
+    text = resources.files("krea_runner.diagnose").joinpath("signatures.toml").read_text(encoding="utf-8")
+    document = tomllib.loads(text)
+    table = parse_table(document["cause"], document["signature"], "signatures.toml")
+    return combine(table.causes, table.signatures)
 
 
 def match(catalog: Catalog, indices: Iterable[int], message: str) -> tuple[Signature, re.Match[str]] | None:

@@ -45,6 +45,8 @@ class Verdict:
     """`high`, `medium` or `low`; `why` says for what reason."""
     why: str = ""
     suspects: Suspects = field(default_factory=Suspects)
+    everywhere: bool = False
+    """Every rank of the gang says the same."""
     first_evidence: Evidence | None = None
     evidence: tuple[Evidence, ...] = ()
     fallout: tuple[Evidence, ...] = ()

@@ -19,6 +19,7 @@ from typing import Any
 
 SAME_EVENT_S = 5.0  # the coalescing window of the Delta study: a fault is logged dozens of times within seconds
 SAME_BURST_S = 3600.0
+_WEAK = frozenset({"record_only", "retry_same_nodes", "read_recovery_action"})
 MOST_TEXT = 300
 
 
@@ -34,6 +35,10 @@ class XidAction:
     source: str
     snapshot: str
     """Year and month of the catalog that the row was taken from."""
+    cause: str = ""
+    """Of signatures.toml; empty: this line is never the reason for anything."""
+    is_weak: bool = False
+    """Never the cause beside a stronger one."""
 
     @property
     def is_fault(self) -> bool:
@@ -139,14 +144,16 @@ def action_of(number: int, text: str = "", *, is_sxid: bool = False) -> XidActio
         row = table["sxid"]["fatal" if not not_fatal and "Fatal" in text else "non_fatal"]
     else:
         row = table["xid"].get(str(number), table["unknown"])
-    action, verdict, title = row
+    action, verdict, cause, title = row
+    is_weak = verdict in _WEAK
     recovery = _RECOVERY.search(text) if number == 154 and not is_sxid else None
     if recovery is not None and recovery[1] in table["recovery"]:
         name, verdict = table["recovery"][recovery[1]]
         title = f"{title}: {name}"
+        cause = cause if recovery[1] != "0" else ""
     elif not_fatal:
-        verdict = "record_only"
-    return XidAction(action, verdict, title, str(table["source"]), str(table["snapshot"]))
+        verdict, cause = "record_only", ""
+    return XidAction(action, verdict, title, str(table["source"]), str(table["snapshot"]), cause, is_weak)
 
 
 @cache

@@ -1,6 +1,7 @@
 """Rows of the history's tables → records of model/."""
 
 import json
+from dataclasses import fields
 from typing import Any
 
 import sqlalchemy as sa
@@ -14,6 +15,7 @@ from krea_runner.model import (
     AttemptKey,
     Decision,
     DecisionKind,
+    Diagnosis,
     Finding,
     Incident,
     JobState,
@@ -76,6 +78,7 @@ def incident_of(row: sa.Row[Any]) -> Incident:
             evidence=tuple(json.loads(row.evidence)),
             suspects=tuple(Suspect(**suspect) for suspect in json.loads(row.suspects)),
             agreed_by=row.agreed_by,
+            diagnosis=None if row.diagnosis is None else _diagnosis(json.loads(row.diagnosis)),
         ),
         noticed_at=row.noticed_at,
         checkpoint_step=row.checkpoint_step,
@@ -84,6 +87,15 @@ def incident_of(row: sa.Row[Any]) -> Incident:
         resumed_at=row.resumed_at,
         resumed_step=row.resumed_step,
     )
+
+
+def _diagnosis(values: dict[str, Any]) -> Diagnosis:
+    """Fields that a newer version added are left out."""
+    names = {field.name for field in fields(Diagnosis)}
+    known: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if name in names
+    }
+    return Diagnosis(**known)
 
 
 def action_of(row: sa.Row[Any]) -> Action:

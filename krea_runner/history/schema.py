@@ -16,7 +16,7 @@ from sqlalchemy import (
     text,
 )
 
-HEAD = "0003"
+HEAD = "0004"
 
 metadata = MetaData()
 
@@ -93,6 +93,7 @@ incidents = Table(
     Column("resumed_at", Float),
     Column("resumed_step", Integer),
     Column("by", Text, nullable=False, server_default=""),
+    Column("diagnosis", Text),
     Index("incidents_by_run", "run_id", "noticed_at"),
 )
 

@@ -19,6 +19,7 @@ from krea_runner.errors import HistoryError, NotFound
 from krea_runner.history.database import Database, open_history_file
 from krea_runner.history.rows import action_of, attempt_of, incident_of, run_of
 from krea_runner.history.schema import actions, attempts, incidents, runs
+from krea_runner.history.watches import watch_from_text, watch_to_text
 from krea_runner.model import (
     Action,
     ActionKind,
@@ -28,7 +29,6 @@ from krea_runner.model import (
     Decision,
     Finding,
     Incident,
-    RankWatch,
     Run,
     RunConfig,
     RunState,
@@ -256,7 +256,7 @@ class History:
                         end_state=attempt.end_state, exit_code=attempt.exit_code, signal=attempt.signal,
                         end_node=attempt.end_node, ended_by=attempt.ended_by, nodelist=attempt.nodelist,
                         first_step=attempt.first_step, last_step=attempt.last_step,
-                        watch=None if watch is None else json.dumps(asdict(watch), separators=(",", ":")),
+                        watch=None if watch is None else watch_to_text(watch),
                     )
                 )  # fmt: skip
 
@@ -265,13 +265,7 @@ class History:
             stored = connection.execute(
                 sa.select(attempts.c.watch).where(attempts.c.attempt_id == attempt_id)
             ).scalar_one_or_none()
-        if stored is None:
-            return None
-        values = json.loads(stored)
-        try:
-            return Watch(**values | {"ranks": tuple(RankWatch(**rank) for rank in values["ranks"])})
-        except TypeError:  # another version's: its clocks are begun afresh
-            return None
+        return None if stored is None else watch_from_text(stored)
 
     # --------------------------------------------------------------------------------------------------- incidents
 
@@ -299,7 +293,9 @@ class History:
             "step": finding.step,
             "last_progress_at": finding.last_progress_at, "evidence": json.dumps(finding.evidence),
             "suspects": json.dumps([asdict(suspect) for suspect in finding.suspects]),
-            "agreed_by": finding.agreed_by, "checkpoint_step": checkpoint_step, "noticed_at": now,
+            "agreed_by": finding.agreed_by,
+            "diagnosis": None if finding.diagnosis is None else json.dumps(asdict(finding.diagnosis)),
+            "checkpoint_step": checkpoint_step, "noticed_at": now,
             "decision": decision.kind, "decision_reason": decision.reason,
         }  # fmt: skip
         with self._db.write() as connection:

@@ -29,6 +29,8 @@ class Given:
     checkpoint_pattern: str | None = None
     checkpoint_complete: str | None = None
     mode: str | None = None
+    progress: str | None = None
+    progress_budget: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,9 @@ def config_of(job: JobDescription, record: JobRecord, given: Given, user: str) -
         "gang": {"nodes": job.nodes, "ranks_per_node": max(1, job.tasks // job.nodes)},
         "checkpoint": checkpoint,
         "policy": {"mode": given.mode} if given.mode else {},
+        "progress": {
+            key: value for key, value in (("pattern", given.progress), ("budget", given.progress_budget)) if value
+        },
     }
     config = check_run(tables, Path(job.workdir), what=f"job {job.job_id}")
     log = given.log.absolute() if given.log else log_of(job, record, user)

@@ -119,7 +119,9 @@ class _Reader(WordReader):
             self.blanks()
             if self.take("&"):
                 statement = Statement(statement.pipelines, statement.operators, background=True)
-            elif not self.take(";") and self.at < len(self.text) and self.text[self.at] not in "\n);":
+            elif self.take(";") or self.at >= len(self.text) or self.text[self.at] in "\n);":
+                pass
+            elif self.peek_word() not in until:  # `fi fi` needs no `;` between
                 raise self.error(f"unexpected {self.operator() or self.peek_word()!r}")
             found.append(statement)
 

@@ -2,23 +2,34 @@
 
 import os
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from krea_runner.clock import Clock
 from krea_runner.errors import KreaRunnerError, SchedulerUnavailable
 from krea_runner.history.store import History
 from krea_runner.launch.render import render
-from krea_runner.model import Run, RunConfig, RunState
+from krea_runner.model import CheckpointReading, Run, RunConfig, RunState
 from krea_runner.proc import packed
 from krea_runner.rundir import RunDir
 from krea_runner.schedulers import Scheduler
+from krea_runner.supervise.exclude import Places, submit_elsewhere
+from krea_runner.supervise.start_from import start_of
 from krea_runner.transport.mirror import put_files
 
 
 def submit(
-    config: RunConfig, source: Path | bytes, *, history: History, scheduler: Scheduler, user: str, clock: Clock
+    config: RunConfig,
+    source: Path | bytes,
+    *,
+    history: History,
+    scheduler: Scheduler,
+    user: str,
+    clock: Clock,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Run:
-    """Record the intent, prepare the directory, queue the job, record its id.
+    """Record the intent, prepare the directory, queue the job off the nodes that the user has excluded from all runs, record
+    its id. `tell` is given what is to be said of those nodes, and of checkpoints that will not be loaded.
 
     Raises: HistoryError when the directory has a live run; SchedulerUnavailable when no answer came: the run stays
     SUBMITTING and the supervisor looks for its tag; any other KreaRunnerError: nothing was queued, the run is STOPPED.
@@ -26,7 +37,9 @@ def submit(
     tag = f"krea_runner/{uuid.uuid4().hex}"
     run = history.create_run(config, user=user, tag=tag, now=clock.wall())
     try:
-        job_id = scheduler.submit(prepare(config, source), tag=tag)
+        script = prepare(config, source)
+        start = start_of(config, CheckpointReading(), now=clock.wall())
+        job_id, off = submit_elsewhere(Places(scheduler, ()), run, script, "", history, clock.wall())
     except SchedulerUnavailable as error:
         error.hint = (
             "the job may exist all the same: do not submit again; `krea-runner supervise` finds it by its tag, "
@@ -36,6 +49,8 @@ def submit(
     except KreaRunnerError as error:
         history.set_run_state(run.run_id, RunState.STOPPED, f"not submitted: {error}", now=clock.wall())
         raise
+    for said in filter(None, (off, start.note)):
+        tell(said)
     if not history.set_submitted(run.run_id, job_id, now=clock.wall()):
         scheduler.cancel(job_id)
         raise KreaRunnerError(

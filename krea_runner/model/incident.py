@@ -26,13 +26,70 @@ class Suspect:
     reason: str
 
 
+# Symptoms that leave open what did it.
+EXPLAINED = frozenset({Symptom.CRASH, Symptom.HANG, Symptom.REQUEUED_ELSEWHERE})
+# What the logs say when they say nothing of a failure.
+NO_CAUSE = frozenset({"unknown_failure", "healthy_running", "completed"})
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What the attempt's logs, dumps and kernel logs say did it. All text is printable."""
+
+    cause: str
+    """A name under [cause] in diagnose/signatures.toml, or of the site's own table."""
+    policy: str = ""
+    """`restart`, `restart_and_exclude_node`, `stop_for_human` or `not_a_crash`."""
+    title: str = ""
+    advice: str = ""
+    confidence: str = "low"
+    why: str = ""
+    everywhere: bool = False
+    """Every rank of the gang says the same."""
+    first: str = ""
+    """The first evidence, with its file and line."""
+    nodes: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+    """What was not read, and why."""
+
+    @property
+    def names_cause(self) -> bool:
+        return self.cause not in NO_CAUSE
+
+    @property
+    def is_sure(self) -> bool:
+        return self.names_cause and self.confidence == "high"
+
+    @property
+    def line(self) -> str:
+        """What did it, for one line; where nothing was found, why not."""
+        if not self.names_cause:
+            return f"its logs do not say why ({self.problems[0]})" if self.problems else "its logs do not say why"
+        doubt = "" if self.confidence == "high" else f" ({self.confidence} confidence)"
+        who = _who(self.nodes, self.ranks, self.gpus)
+        return f"{self.title}{doubt}{f', {who}' if who else ''}{f': {self.first}' if self.first else ''}"
+
+
+def _who(nodes: tuple[str, ...], ranks: tuple[int, ...], gpus: tuple[str, ...]) -> str:
+    """The first few suspects."""
+    parts = []
+    for kind, names in (("node", nodes), ("rank", tuple(map(str, ranks))), ("GPU", gpus)):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            parts.append(f"{kind} {','.join(names[:3])}{more}")
+    return f"suspect {' '.join(parts)}" if parts else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One failure of one attempt, as diagnosed: what is written down before anything is done about it."""
 
     symptom: Symptom
     cause: str
-    """Coarse: a word such as `rank_stopped`, `rank_killed`, `exit_code`, `out_of_memory`, `unknown`."""
+    """As it showed from outside, to the scheduler and in the heartbeats: a word such as `rank_stopped`, `rank_killed`,
+    `exit_code`, `unknown`. What did it, where the logs say so, is `diagnosis.cause`."""
     summary: str
     """One line for a tired reader: what happened, which rank, on which node."""
     node: str = ""
@@ -43,6 +100,34 @@ class Finding:
     suspects: tuple[Suspect, ...] = ()
     agreed_by: str = ""
     """For a hang: the second signal, or why waiting longer was enough."""
+    diagnosis: Diagnosis | None = None
+    """None: nobody has read the logs (yet)."""
+
+    @property
+    def known_cause(self) -> str:
+        """What did it where that is known, else how it showed. A time limit, a preemption, a cancel are their own cause."""
+        told = self.diagnosis if self.symptom in EXPLAINED else None
+        return told.cause if told is not None and told.names_cause else self.cause
+
+    @property
+    def blamed_node(self) -> str:
+        """Where a diagnosis is sure of the nodes it names, those; none where every rank says the same; else the one that
+        complained."""
+        told = self.diagnosis if self.symptom in EXPLAINED else None
+        if told is None or not told.is_sure or not (told.nodes or told.everywhere):
+            return self.node
+        return ",".join(told.nodes)
+
+    @property
+    def why(self) -> str:
+        """What did it, for one line; nothing where the logs were read and add nothing."""
+        told = self.diagnosis
+        return told.line if told is not None and (told.names_cause or told.problems) else ""
+
+    @property
+    def line(self) -> str:
+        """What happened, and why."""
+        return f"{self.summary}; {self.why}" if self.why else self.summary
 
 
 class DecisionKind(StrEnum):

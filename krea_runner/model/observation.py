@@ -4,10 +4,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from krea_runner.model.job import JobRecord
+from krea_runner.model.learned import WARM_UP_STEPS, Learned
+from krea_runner.model.many import by_the_thousand
 from krea_runner.model.run import Attempt, Run
 
 
-@dataclass(frozen=True, slots=True)
+@by_the_thousand
 class RankBeat:
     """One slot of a heartbeat file, as read."""
 
@@ -58,7 +60,7 @@ class LogReading:
     problems: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@by_the_thousand
 class RankWatch:
     """What the watcher remembers of a rank between two ticks; `_mono` are its own monotonic clock."""
 
@@ -71,6 +73,53 @@ class RankWatch:
     phase_budget_s: float | None
     beat_moved_mono: float
     flush_moved_mono: float
+    seen_mono: float | None = None
+    """At which look it was last there to be read."""
+
+
+# The sources of progress besides heartbeats.
+LOG_PATTERN = "log pattern"
+BEAT_FILES = "beat files"
+CHECKPOINTS = "checkpoints"
+LOG = "log"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReading:
+    """Another source of progress at one look. Three-valued: `unseen` says why it could not be seen; else it moved or not."""
+
+    name: str
+    moved: bool = False
+    mark: str = ""
+    """What it showed, to be told from what it shows next; empty: it keeps no such thing."""
+    step: int | None = None
+    unseen: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceWatch:
+    """What the watcher remembers of another source of progress. `moved_mono` is None until it was seen to move."""
+
+    name: str
+    mark: str = ""
+    step: int | None = None
+    moved_mono: float | None = None
+    unseen: str = ""
+    """Why it could not be seen at the last look; empty: it was seen."""
+    unseen_since_mono: float | None = None
+
+
+@by_the_thousand
+class FollowedLog:
+    """How far one log was read for its progress lines."""
+
+    name: str
+    inode: int
+    size_bytes: int
+    offset: int
+    """At the beginning of a line, `size_bytes` or before it."""
+    mark: str = ""
+    """What its last progress line showed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +135,33 @@ class Watch:
     log_moved_mono: float = 0.0
     moved_wall_at: float | None = None
     """When any beat was last seen to move, for people."""
+    looked_mono: float | None = None
+    look_s: float = 0.0
+    """Between the last two looks."""
+    first_step: int | None = None
+    """Of this attempt, as far as it was watched: its first steps are a warm-up."""
+    unseen_since_mono: float | None = None
+    """Since when some rank that was there before cannot be read."""
+    behind: tuple[tuple[str, float], ...] = ()
+    """(node, share of late looks at which it was at a lower step than others), where that is worth a word."""
+    learned: Learned = field(default_factory=Learned)
+    slow_said: bool = False
+    """That it has become slow was news once, and is no more."""
+
+    @property
+    def is_warming_up(self) -> bool:
+        newest = max((rank.step for rank in self.ranks), default=-1)
+        return self.first_step is None or newest - self.first_step < WARM_UP_STEPS
+
+    sources: tuple[SourceWatch, ...] = ()
+    followed: tuple[FollowedLog, ...] = ()
+
+    @property
+    def step(self) -> int | None:
+        """The highest that a rank or, without one, another source has shown in this attempt."""
+        ranks = [rank.step for rank in self.ranks if rank.step >= 0]
+        others = [source.step for source in self.sources if source.step is not None and source.name != CHECKPOINTS]
+        return max(ranks or others, default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,16 +23,23 @@ class Gang:
 @dataclass(frozen=True, slots=True)
 class Budgets:
     """How long, in seconds, a rank may go without a beat in each phase. A budget given by the rank itself
-    (`hb.phase(name, budget=...)`) wins; a phase that is not named here gets `default_s`."""
+    (`hb.phase(name, budget=...)`) wins; a phase that is not named here gets `default_s`.
+
+    A phase in `fixed` has the value that stands here; any other learns (model/learned.py), and this is its budget while it
+    knows nothing."""
 
     startup_s: float = 1800.0
     step_s: float = 300.0
-    checkpoint_s: float = 900.0
+    checkpoint_s: float = 1800.0
     evaluation_s: float = 1800.0
     shutdown_s: float = 600.0
-    default_s: float = 900.0
+    default_s: float = 1800.0
     second_look: float = 2.0
     """Without a second signal that agrees, wait for this many times the budget."""
+    compile_s: float = 900.0
+    """Also of the first steps of an attempt."""
+    data_s: float = 300.0
+    fixed: tuple[str, ...] = ()
 
     def for_phase(self, phase: str) -> float:
         return float(getattr(self, f"{phase}_s", self.default_s))
@@ -51,6 +58,17 @@ class CheckpointSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ProgressSpec:
+    """Where else than in our heartbeats a run shows that it moves; [progress] of docs/reference/run-toml.md."""
+
+    pattern: str = ""
+    """The name of a preset, or a regular expression; empty: none."""
+    budget_s: float | None = None
+    checkpoints_s: float | None = None
+    log_silence_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     mode: str = "act"
     """`observe` records and says what it would do; `act` does it."""
@@ -60,6 +78,16 @@ class Policy:
     """Restarts in a row after the same failure that brought no newer complete checkpoint; then a person must look."""
     never_restart_exit_codes: tuple[int, ...] = (93,)
     """93 is what nvidia-resiliency-ext's launcher exits with when a restart makes no sense."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvidenceSpec:
+    """What may be spent on looking at a hung step before it is killed."""
+
+    collect: bool = True
+    timeout_s: float = 20.0
+    py_spy: str = ""
+    """A path on the compute nodes; empty: looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +111,8 @@ class RunConfig:
     budgets: Budgets = field(default_factory=Budgets)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     policy: Policy = field(default_factory=Policy)
+    evidence: EvidenceSpec = field(default_factory=EvidenceSpec)
+    progress: ProgressSpec = field(default_factory=ProgressSpec)
     job_log: Path | None = None
     """Of an adopted job, its own log: it has no batch script of ours, so no events and no heartbeats."""
 

@@ -39,6 +39,18 @@ def read_logs(run_dir: RunDir, attempt: AttemptKey, job_log: Path | None = None)
     return LogReading(size_bytes=size + batch_size, tail=printable(_part_of(attempt, tail)))
 
 
+def attempt_bytes(path: Path, attempt: AttemptKey, most_bytes: int) -> tuple[int, int, int | None]:
+    """Begin, end, and number of the first line, of the attempt's part of a log that all attempts of a job share. Looked for in
+    its last `most_bytes`: where that is not all of it, lines are not numbered (None). Begin is end where nothing is there.
+
+    Raises: OSError.
+    """
+    size, data = _tail_bytes(path, most_bytes)
+    text, skipped = data.decode("latin-1"), max(0, size - most_bytes)
+    begin, end = _bounds(attempt, text)
+    return skipped + begin, skipped + end, None if skipped else text.count("\n", 0, begin) + 1
+
+
 def _read_job_log(path: Path, attempt: AttemptKey) -> LogReading:
     """Without our script nothing marks where an attempt begins: a later one's tail may hold what killed an earlier one, so it
     is left out rather than blamed on the wrong rank."""
@@ -69,19 +81,24 @@ def read_script_end(run_dir: RunDir, attempt: AttemptKey) -> ScriptEnd | None:
 
 
 def _part_of(attempt: AttemptKey, text: str) -> str:
+    begin, end = _bounds(attempt, text)
+    return text[begin:end]
+
+
+def _bounds(attempt: AttemptKey, text: str) -> tuple[int, int]:
     """From the attempt's marker to the next attempt's. Where no script of ours leaves markers, and where the attempt's own lies
     further back than we read, all that is in sight before the next attempt's."""
     start = text.rfind(attempt_marker(attempt))
     if start < 0:
         following = text.find(_MARKER)
         if following < 0:
-            return text
+            return 0, len(text)
         following_is_next = text.startswith(
             attempt_marker(replace(attempt, restart_count=attempt.restart_count + 1)), following
         )
-        return text[:following] if following_is_next else ""
+        return 0, following if following_is_next else 0
     end = text.find(f"\n{_MARKER}", start)
-    return text[start:] if end < 0 else text[start : end + 1]
+    return start, len(text) if end < 0 else end + 1
 
 
 def _files(folder: Path) -> list[os.DirEntry[str]]:
@@ -93,16 +110,21 @@ def _files(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _tail(path: Path) -> tuple[int, str]:
+    size, data = _tail_bytes(path, TAIL_BYTES)
+    return size, data.decode(errors="replace")
+
+
+def _tail_bytes(path: Path, most_bytes: int) -> tuple[int, bytes]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO in its place must not block us
     except FileNotFoundError:
-        return 0, ""
+        return 0, b""
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(0, "not a regular file", str(path))
         size = status.st_size
-        data = os.pread(descriptor, TAIL_BYTES, max(0, size - TAIL_BYTES))
+        data = os.pread(descriptor, most_bytes, max(0, size - most_bytes))
     finally:
         os.close(descriptor)
-    return size, data.decode(errors="replace")
+    return size, data

@@ -3,10 +3,22 @@
 from dataclasses import replace
 
 from krea_runner.clock import Clock
-from krea_runner.model import Attempt, HeartbeatReading, JobRecord, JobState, LogReading, Run, Snapshot, Watch
+from krea_runner.model import (
+    Attempt,
+    CheckpointReading,
+    HeartbeatReading,
+    JobRecord,
+    JobState,
+    LogReading,
+    Run,
+    RunConfig,
+    Snapshot,
+    Watch,
+)
 from krea_runner.observe.checkpoints import read_checkpoints
 from krea_runner.observe.heartbeats import read_heartbeats
 from krea_runner.observe.logs import read_logs, read_script_end
+from krea_runner.observe.progress import advance_sources, read_sources
 from krea_runner.observe.watch import advance_watch
 from krea_runner.rundir import RunDir
 from krea_runner.transport.mirror import mirrored
@@ -31,13 +43,16 @@ def observe(run: Run, job: JobRecord | None, attempt: Attempt | None, memory: Wa
     run_dir = RunDir(config.run_dir)
     heartbeats = read_heartbeats(run_dir.heartbeats(attempt.key), str(attempt.key))
     log = read_logs(run_dir, attempt.key, run.config.job_log)
+    watch = (
+        _watch(run, attempt, memory, heartbeats, log, clock.epoch_id(), mono, wall) if _counts(job, attempt) else None
+    )
     return Snapshot(
         run=run,
         wall_at=wall,
         mono=mono,
         job=job,
         attempt=attempt,
-        watch=_watch(attempt, memory, heartbeats, log, clock.epoch_id(), mono, wall) if _counts(job, attempt) else None,
+        watch=watch and _with_sources(watch, memory, config, attempt, checkpoints, mono),
         heartbeats=heartbeats,
         checkpoints=checkpoints,
         log=log,
@@ -52,6 +67,7 @@ def _counts(job: JobRecord | None, attempt: Attempt) -> bool:
 
 
 def _watch(
+    run: Run,
     attempt: Attempt,
     memory: Watch | None,
     heartbeats: HeartbeatReading,
@@ -60,12 +76,29 @@ def _watch(
     mono: float,
     wall: float,
 ) -> Watch:
+    # A log that could not be read has not changed its size.
+    size = memory.log_size_bytes if log.problems and memory is not None else log.size_bytes
     return advance_watch(
         memory,
         heartbeats,
         attempt=str(attempt.key),
-        log_size_bytes=log.size_bytes,
+        log_size_bytes=size,
         epoch_id=epoch_id,
         mono=mono,
         wall=wall,
+        budgets=run.config.budgets,
     )
+
+
+def _with_sources(
+    watch: Watch, memory: Watch | None, config: RunConfig, attempt: Attempt, checkpoints: CheckpointReading, mono: float
+) -> Watch:
+    """`config`: with its directories where they can be read. The memory of another attempt, host or boot is none."""
+    if memory is not None and (memory.attempt, memory.epoch_id) != (watch.attempt, watch.epoch_id):
+        memory = None
+    readings, followed = read_sources(
+        RunDir(config.run_dir), attempt.key, config.progress, (config.checkpoint, checkpoints), config.job_log, memory
+    )
+    unwatched_s = watch.since_mono - memory.since_mono if memory is not None else 0.0
+    sources = advance_sources(memory.sources if memory else (), readings, mono, unwatched_s)
+    return replace(watch, sources=sources, followed=followed)

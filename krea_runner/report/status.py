@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from krea_runner.decide.decision import restarts_in_window
 from krea_runner.diagnose.end import diagnose_end
 from krea_runner.diagnose.hang import judge_hang
-from krea_runner.model import Action, Attempt, Incident, JobState, RunState, Snapshot, Watch
+from krea_runner.model import Action, Attempt, Incident, JobState, RunState, Snapshot, SourceWatch, Watch
 from krea_runner.report.words import ago
 
 
@@ -32,12 +32,22 @@ class RunView:
         beats = [beat.step for beat in self.snapshot.heartbeats.ranks if beat.step >= 0]
         if beats:
             return max(beats)
-        return None if self.snapshot.attempt is None else self.snapshot.attempt.last_step
+        watch, attempt = self.snapshot.watch, self.snapshot.attempt
+        shown = watch.step if watch is not None else None
+        return shown if shown is not None or attempt is None else attempt.last_step
 
     @property
     def nodes(self) -> str:
         job, attempt = self.snapshot.job, self.snapshot.attempt
         return (job.nodelist if job else "") or (attempt.nodelist if attempt else "")
+
+
+def source_words(source: SourceWatch, mono: float) -> str:
+    step = f"step {source.step}, " if source.step is not None else ""
+    if source.unseen:
+        return f"{source.name}: {step}could not see: {source.unseen}"
+    moved = "not seen to move yet" if source.moved_mono is None else f"moved {ago(max(0.0, mono - source.moved_mono))}"
+    return f"{source.name}: {step}{moved}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +110,8 @@ def _judge(snapshot: Snapshot, memory: Watch | None, beat_age_s: float | None, e
     if job.state is not JobState.RUNNING:
         ended = None if run.state is RunState.HELD else diagnose_end(snapshot)
         return _Judgement(ended.summary, is_failing=True) if ended is not None else _Judgement("")
-    if watch is not None and watch.ranks and memory is None:
+    moves = watch is not None and (watch.ranks or any(source.moved_mono is not None for source in watch.sources))
+    if moves and memory is None:
         return _Judgement("seen for the first time: the next look tells whether it moves")
     if memory is not None and memory.epoch_id != epoch_id:
         # Its monotonic readings mean nothing here, so the hang is judged where it is watched.

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from krea_runner.model import DecisionKind, Incident, JobRecord, RunState
-from krea_runner.report.status import RunView
+from krea_runner.report.status import RunView, source_words
 from krea_runner.report.words import ago, local_offset, local_time, one_line, phases, reference, seconds, utc_time
 
 if TYPE_CHECKING:
@@ -172,17 +172,18 @@ def _incident_row(incident: Incident, when: str) -> Row:
         str(incident.attempt),
         _number(finding.step),
         finding.symptom.value,
-        finding.cause,
-        finding.node,
+        finding.known_cause,
+        finding.blamed_node,
         _number(incident.lost_steps),
         seconds(incident.notice_s),
         seconds(incident.resume_s),
         decision.kind.value,
         decision.reason,
-        finding.summary,
+        finding.line,
     )
     notes = (
         Note(f"{finding.summary} (attempt {incident.attempt})", ""),
+        *((Note(finding.why),) if finding.why else ()),
         Note(f"→ {decision.kind}: {decision.reason}", _DECISION_STYLE.get(decision.kind, "")),
     )
     return Row(cells=cells, terminal=(when, *cells[1:]), notes=notes)
@@ -192,7 +193,7 @@ def incident_line(incident: Incident, when: Callable[[float | None], str]) -> st
     """The whole incident, for the block about one run."""
     finding, decision = incident.finding, incident.decision
     end = f"; stepping again after {seconds(incident.resume_s)}" if incident.resume_s is not None else ""
-    return f"{when(incident.noticed_at)} {finding.summary} → {decision.kind}: {decision.reason}{end}"
+    return f"{when(incident.noticed_at)} {finding.line} → {decision.kind}: {decision.reason}{end}"
 
 
 # --------------------------------------------------------------------------------------------------------------- runs
@@ -270,12 +271,17 @@ def run_notes(view: RunView, now: float, when: Callable[[float | None], str]) ->
     return notes
 
 
+# Of what was collected before a hung step was killed (docs/reference/evidence.md), the lines that name ranks.
+_LOOKED_AT = ("collected ", "stacks: ", "processes: ")
+
+
 def _last_incident(incident: Incident, when: Callable[[float | None], str]) -> str:
     """Short enough for one line of a terminal."""
     finding = incident.finding
-    where = f" on {finding.node}" if finding.node else ""
+    where = f" on {finding.blamed_node}" if finding.blamed_node else ""
     step = f" at step {finding.step}" if finding.step is not None else ""
-    return f"last incident {when(incident.noticed_at)}: {finding.symptom}{where}{step} → {incident.decision.kind}"
+    why = f" ({finding.known_cause})" if finding.known_cause != finding.cause else ""
+    return f"last incident {when(incident.noticed_at)}: {finding.symptom}{why}{where}{step} → {incident.decision.kind}"
 
 
 def run_block(view: RunView, *, now: float, when: Callable[[float | None], str]) -> list[tuple[str, str, str]]:
@@ -300,6 +306,8 @@ def run_block(view: RunView, *, now: float, when: Callable[[float | None], str])
     phase = phases(beat.phase for beat in snapshot.heartbeats.ranks)
     beat = f", phase {phase or '-'}, last beat {_beat(view)}" if job is not None and job.state.is_live else ""
     lines.append(("progress", f"step {_number(view.step)}{beat}", ""))
+    sources = snapshot.watch.sources if snapshot.watch is not None and job is not None and job.state.is_live else ()
+    lines += [("", source_words(one, snapshot.mono), "yellow" if one.unseen else "") for one in sources]
     newest = checkpoints.newest
     lines.append(("saved", f"step {newest.step}, {newest.path}" if newest else "no whole checkpoint", ""))
     if checkpoints.incomplete:
@@ -309,6 +317,7 @@ def run_block(view: RunView, *, now: float, when: Callable[[float | None], str])
     lines.append(("restarts", used, ""))
     if view.last_incident is not None:
         lines.append(("incident", incident_line(view.last_incident, when), ""))
+        lines += [("", line, "") for line in view.last_incident.finding.evidence if line.startswith(_LOOKED_AT)]
     if view.action is not None:
         action = view.action
         detail = f": {action.detail}" if action.detail else ""

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from krea_runner.errors import ConfigError, SchedulerError
 from krea_runner.model import SCHEDULERS, JobRecord
-from krea_runner.proc import clean_environment, unpacked
+from krea_runner.proc import Completed, clean_environment, unpacked
 from krea_runner.rundir import submit_environment
 
 __all__ = ["DRAIN_PREFIX", "Check", "NodeRecord", "Placement", "Scheduler", "open_scheduler"]
@@ -188,6 +188,19 @@ class Scheduler(Protocol):
 
     def undrain(self, names: Sequence[str]) -> None:
         """Raises: MayNotDrain; SchedulerError for a node that is not known, or whose reason does not carry our prefix."""
+
+    def run_beside(
+        self, job_id: str, nodes: Sequence[str], argv: Sequence[str], *, timeout_s: float, user: str = ""
+    ) -> Completed:
+        """Run `argv` once on each of `nodes` of a running job, beside its step and without disturbing it. Returns after
+        `timeout_s` at most what was written until then, of all nodes together, and why it failed. Lines of up to 1024
+        bytes stay whole. `user` is the job's owner.
+
+        This and `end_beside` may be called on another thread than the rest. Raises: OSError; SchedulerUnavailable.
+        """
+
+    def end_beside(self, job_id: str) -> None:
+        """End what a `run_beside` that took too long has left on the nodes. Never raises."""
 
     def checks(self) -> list[Check]:
         """What `doctor` prints of this scheduler: found, answering, version, accounting, nodes. Never raises."""

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from krea_runner.errors import JobNotFound, RequeueDisabled, SchedulerError, SchedulerUnavailable
 from krea_runner.model import JobRecord, JobState
+from krea_runner.proc import Completed, run
 from krea_runner.schedulers import Check, NodeRecord, Placement, environment_for
 from krea_runner.schedulers.local_nodes import PARTITION, LocalNodes
 from krea_runner.schedulers.local_state import LocalJob, kill_marked, load, locked, save, shepherd_is_alive, wake
@@ -192,6 +193,16 @@ class LocalScheduler:
 
     def undrain(self, names: Sequence[str]) -> None:
         self._nodes.undrain(names)
+
+    def run_beside(
+        self, job_id: str, nodes: Sequence[str], argv: Sequence[str], *, timeout_s: float, user: str = ""
+    ) -> Completed:
+        """Once: all its nodes are this machine."""
+        self._home(job_id)
+        return run(argv, timeout_s=timeout_s)
+
+    def end_beside(self, job_id: str) -> None:
+        """Nothing to do: `run` has killed it with all it started."""
 
     def _place(self, job: LocalJob, excluded: Sequence[str]) -> None:
         nodes = self._nodes.pick(len(job.nodes), excluded)

@@ -20,6 +20,7 @@ from krea_runner.schedulers import (
     slurm_nodes,
 )
 from krea_runner.schedulers.nodelist import fold
+from krea_runner.schedulers.slurm_beside import end_beside, run_beside
 from krea_runner.schedulers.slurm_parse import (
     ACCOUNTING_OFF,
     JOB_FORMAT,
@@ -141,7 +142,8 @@ class SlurmCli:
         if not found:
             raise SchedulerError(f"{doing}: sbatch is not on PATH", hint=_NOT_ON_PATH)
         argv = sbatch_argv(script, tag, excluded)
-        environment = environment_for(script)
+        # On another host the job has that host's own, and the script is a path over there.
+        environment = {} if self.transport.host else environment_for(script)
         try:
             done = self._ask(argv, doing=doing, timeout_s=SUBMIT_TIMEOUT_S, users_env=environment)
         except SchedulerError as error:
@@ -213,6 +215,14 @@ class SlurmCli:
             self._ask(cancel_argv(job_id), doing=f"cancelling job {job_id}")
         except JobNotFound:
             return
+
+    def run_beside(
+        self, job_id: str, nodes: Sequence[str], argv: Sequence[str], *, timeout_s: float, user: str = ""
+    ) -> Completed:
+        return run_beside(self.transport, checked_id(job_id), nodes, argv, timeout_s=timeout_s, user=user)
+
+    def end_beside(self, job_id: str) -> None:
+        end_beside(self.transport, checked_id(job_id))
 
     def checks(self) -> list[Check]:
         from krea_runner.schedulers.slurm_checks import checks

@@ -99,9 +99,16 @@ class Round:
         return self.places.setdefault(id(work.scheduler), Places(work.scheduler, list(ids)))
 
 
-def carry_out(work: list[Work], history: History, clock: Clock, *, deadline: float) -> None:
+def carry_out(
+    work: list[Work],
+    history: History,
+    clock: Clock,
+    *,
+    deadline: float,
+    is_ready: Callable[[Work], bool] = lambda _: True,
+) -> None:
     """Advance all actions side by side until each is closed or `deadline` (monotonic) has passed; what is left open
-    is the next tick's.
+    is the next tick's. One that is not ready (evidence is still collected) waits.
 
     One that the scheduler refuses, or that cannot go on for another reason, is left for the next tick with what was said of it,
     and holds up none of the others.
@@ -114,7 +121,8 @@ def carry_out(work: list[Work], history: History, clock: Clock, *, deadline: flo
         for item in left:
             item.round = now
             try:
-                _STEPS[item.action.kind](item, history, clock)
+                if is_ready(item):
+                    _STEPS[item.action.kind](item, history, clock)
             except LeaseLost as error:
                 item.parked, item.trouble = True, str(error)
             except (HistoryError, SchedulerUnavailable):

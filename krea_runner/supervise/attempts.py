@@ -27,7 +27,7 @@ def updated(attempt: Attempt, snapshot: Snapshot, finding: Finding | None) -> At
         attempt = replace(attempt, submitted_at=job.submitted_at)
     if job.state.is_queued:
         return attempt
-    step = max((rank.step for rank in watch.ranks), default=-1) if watch else -1
+    step = watch.step if watch is not None and watch.step is not None else -1
     attempt = replace(
         attempt,
         started_at=attempt.started_at if attempt.started_at is not None else job.started_at,
@@ -81,7 +81,8 @@ def last_sign_mono(snapshot: Snapshot) -> float:
     watch = snapshot.watch
     if watch is None:
         return snapshot.mono
-    return max([watch.since_mono, watch.log_moved_mono, *(rank.flush_moved_mono for rank in watch.ranks)])
+    others = [source.moved_mono for source in watch.sources if source.moved_mono is not None]
+    return max([watch.since_mono, watch.log_moved_mono, *others, *(rank.flush_moved_mono for rank in watch.ranks)])
 
 
 def queue_line(job: JobRecord) -> str:

@@ -6,23 +6,21 @@ that fails it is kept in this host's copy of the directory (transport/mirror.py)
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from krea_runner.errors import FilesUnavailable
-from krea_runner.model import Finding, Snapshot
+from krea_runner.model import AttemptKey, Finding, RunConfig, Snapshot
 from krea_runner.rundir import RunDir
 from krea_runner.transport.mirror import local_copy, put_files
 
 
-def keep_evidence(snapshot: Snapshot, finding: Finding) -> Path | None:
-    """Write evidence.json beside the run; None when that is not possible. The incident's row has the summary already,
-    so a full disk must not stop the restart."""
-    if snapshot.attempt is None:
-        return None
-    config = snapshot.run.config
-    folder = RunDir(config.run_dir).incident(snapshot.attempt.key)
-    document = {
+def evidence_document(snapshot: Snapshot, finding: Finding) -> dict[str, Any]:
+    assert snapshot.attempt is not None  # noqa: S101 - an incident is always an attempt's
+    return {
         "schema_version": 1,
         "attempt": str(snapshot.attempt.key),
         "noticed_at": snapshot.wall_at,
@@ -33,22 +31,27 @@ def keep_evidence(snapshot: Snapshot, finding: Finding) -> Path | None:
         "checkpoints": asdict(snapshot.checkpoints),
         "batch_log_tail": snapshot.log.tail,
     }
-    text = json.dumps(document, indent=1, default=str)
+
+
+def write_evidence(
+    config: RunConfig, key: AttemptKey, document: dict[str, Any] | None, more: Mapping[str, str] = MappingProxyType({})
+) -> Path | None:
+    """evidence.json (with None it is left as it is), and `more` files beside it by name; None when that is not possible: the
+    incident's row has what counts, so a full disk must not stop the restart."""
+    folder = RunDir(config.run_dir).incident(key)
+    texts = dict(more) if document is None else {"evidence.json": json.dumps(document, indent=1, default=str), **more}
     if config.files == "sftp":
         try:
-            put_files(config, [folder], {folder / "evidence.json": text.encode()})
+            put_files(config, [folder], {folder / name: text.encode() for name, text in texts.items()})
             return folder / "evidence.json"
         except FilesUnavailable:  # the connection is what fails first, often for the reason that the run did
-            folder = local_copy(config).incident(snapshot.attempt.key)
-    return _write(folder / "evidence.json", text)
-
-
-def _write(path: Path, text: str) -> Path | None:
-    partial = path.with_name(f".evidence.{os.getpid()}")
+            folder = local_copy(config).incident(key)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text)
-        partial.replace(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            partial = folder / f".{name}.{os.getpid()}"
+            partial.write_text(text)
+            partial.replace(folder / name)
     except OSError:
         return None
-    return path
+    return folder / "evidence.json"

@@ -7,9 +7,9 @@ from dataclasses import replace
 from krea_runner.decide.decision import CHARGED, RESTARTS
 from krea_runner.decide.step_back import DEATHS, Death, step_to_leave
 from krea_runner.model import Attempt, Decision, Finding, Incident, RunConfig, Snapshot
-from krea_runner.observe.checkpoints.newest import whole_checkpoints
-from krea_runner.observe.resumed import read_left, resumed_step
+from krea_runner.observe.resumed import left_mark, resumed_step
 from krea_runner.rundir import RunDir
+from krea_runner.supervise.start_from import Start
 
 
 def stepped_back(
@@ -19,42 +19,52 @@ def stepped_back(
     decision: Decision,
     earlier: Sequence[Incident],
     attempts: Sequence[Attempt],
+    start: Start,
     *,
     dry_run: bool = False,
 ) -> Decision:
-    """The decision, with what was done about the checkpoint in its reason, which is what the history keeps and people are told.
+    """The decision, its reason with what was found and done about checkpoints: the history keeps that, and people are told it.
 
     The name goes into RUN_DIR/checkpoints.left, which the batch script reads; never the only whole one. Where that cannot be
     written, nothing is left and that is said.
     """
     config = snapshot.run.config
-    spec = config.checkpoint
-    wanted = spec.step_back and config.files == "mounted" and decision.kind in RESTARTS and finding.symptom in CHARGED
-    if not wanted:
+    if decision.kind not in RESTARTS:
+        return decision
+    if start.note:
+        decision = replace(decision, reason=f"{decision.reason}; {start.note}")
+    if not config.checkpoint.step_back or config.files != "mounted":
         return decision
     known = {one.key: one for one in attempts}
     before = [
         known[one.attempt] for one in earlier[-DEATHS:] if one.attempt in known and one.finding.symptom in CHARGED
     ]
     deaths = [_death(config, one, snapshot.wall_at) for one in [*before, attempt]]
-    step = step_to_leave(deaths)
-    run_dir = RunDir(config.run_dir)
-    left = read_left(run_dir)
-    whole = [one for one in whole_checkpoints(spec, most=len(left) + 2) if one.path.name not in left]
-    if step is None or len(whole) < 2 or whole[0].step != step:
+    step = step_to_leave(deaths) if finding.symptom in CHARGED else None
+    if step is None or len(start.whole) < 2 or start.step != step:
         return decision
-    name, to = whole[0].path.name, whole[1].step
-    if not dry_run:
-        try:
-            run_dir.root.mkdir(parents=True, exist_ok=True)
-            with run_dir.left_checkpoints.open("a") as file:
-                file.write(f"{name}\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            return replace(decision, reason=f"{decision.reason}; could not step back from {name}: {error.strerror}")
-    back = f"died {DEATHS} times soon after loading step {step}: stepping back to step {to}"
-    return replace(decision, reason=f"{back}; {decision.reason.replace(f'from step {step}', f'from step {to}')}")
+    bad, to = start.whole[:2]
+    trouble = "" if dry_run else _leave(config, left_mark(config.checkpoint, bad.path))
+    if trouble:
+        return replace(decision, reason=f"{decision.reason}; could not step back from {bad.path.name}: {trouble}")
+    back = f"died {DEATHS} times soon after loading step {step}: stepping back to step {to.step}"
+    return replace(decision, reason=f"{back}; {decision.reason.replace(f'from step {step}', f'from step {to.step}')}")
+
+
+def _leave(config: RunConfig, mark: str) -> str:
+    """Why it could not; empty when it could."""
+    if not mark:
+        return "it could not be looked at"
+    run_dir = RunDir(config.run_dir)
+    try:
+        run_dir.root.mkdir(parents=True, exist_ok=True)
+        with run_dir.left_checkpoints.open("a") as file:
+            file.write(f"{mark}\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return str(error.strerror)
+    return ""
 
 
 def _death(config: RunConfig, attempt: Attempt, now: float) -> Death:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from krea_runner.clock import Clock
 from krea_runner.errors import HistoryUnavailable
@@ -52,4 +53,9 @@ class Supervisor:
     starts: dict[str, list[JobRecord]] | None = None
     nodes: dict[str, NodeRecord] | None = None
     """These three in the present tick, of one scheduler: what one question after another would ask is asked at once."""
+    hung: dict[int, dict[str, Any] | None] = field(default_factory=dict)
+    """By run, those with an incident whose job may still run (in the present tick, of one scheduler); with what was written of
+    it where it is new."""
+    diagnosis_left_s: float = 0.0
+    """What is left of DIAGNOSIS_S in the present tick."""
     memory: dict[int, Watch] = field(default_factory=dict)

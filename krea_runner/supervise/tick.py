@@ -17,6 +17,7 @@ from krea_runner.errors import (
     SchedulerError,
     fault_line,
 )
+from krea_runner.history.last_watch import last_watch
 from krea_runner.history.store import History, Lease, LeaseLost
 from krea_runner.history.ticks import TickRecord, record_tick
 from krea_runner.model import (
@@ -40,8 +41,11 @@ from krea_runner.schedulers import Scheduler
 from krea_runner.schedulers.nodelist import NodelistError, expand
 from krea_runner.supervise.act import SAME_SUBMIT_S, Work, carry_out, is_the_runs_own, refused_starts
 from krea_runner.supervise.attempts import action_for, closed, last_sign_mono, note_recovery, queue_line, updated
-from krea_runner.supervise.evidence import keep_evidence
+from krea_runner.supervise.collect import begin_collections
+from krea_runner.supervise.diagnosis import diagnosed, keep_diagnosis, refine
+from krea_runner.supervise.evidence import evidence_document, write_evidence
 from krea_runner.supervise.lease import take_leases
+from krea_runner.supervise.start_from import start_of
 from krea_runner.supervise.step_back import stepped_back
 from krea_runner.supervise.submissions import LOST_SUBMISSION_S, end_ghosts, find_submission
 from krea_runner.supervise.supervisor import RunLine, Supervisor, TickReport
@@ -51,6 +55,8 @@ from krea_runner.transport.mirror import looked_at_together
 ACT_S = 20.0
 # A job that Slurm does not know (any more) may still have ranks somewhere: this long without a sign of them first.
 GONE_S = 60.0
+# How long one tick may read the logs of what has failed, of all runs together; with ACT_S well below the lease's time.
+DIAGNOSIS_S = 20.0
 
 _STATE_AFTER = {
     DecisionKind.HOLD: RunState.HELD,
@@ -68,6 +74,7 @@ def tick(supervisor: Supervisor) -> TickReport:
 
 def _tick(supervisor: Supervisor, history: History, clock: Clock) -> TickReport:
     report = TickReport()
+    supervisor.diagnosis_left_s = DIAGNOSIS_S
     runs = {
         run.run_id: run
         for run in history.list_runs(user=supervisor.user, states=[s for s in RunState if s.is_supervised])
@@ -87,7 +94,7 @@ def _tick(supervisor: Supervisor, history: History, clock: Clock) -> TickReport:
 def _tick_group(supervisor: Supervisor, endpoint: str, runs: list[Run], report: TickReport) -> None:
     """All runs of one scheduler: leases first, so that what is then asked cannot be outdated by another supervisor."""
     history, clock = supervisor.history, supervisor.clock
-    supervisor.starts, supervisor.nodes = None, None
+    supervisor.starts, supervisor.nodes, supervisor.hung = None, None, {}
     leases: dict[int, Lease] = {}
     work: list[Work] = []
     try:
@@ -114,7 +121,9 @@ def _tick_group(supervisor: Supervisor, endpoint: str, runs: list[Run], report: 
             work += [
                 Work(run, scheduler, leases[run.run_id], intended[run.run_id]) for run in ours if run.run_id in intended
             ]
-        carry_out(work, history, clock, deadline=clock.mono() + ACT_S)
+        looks = begin_collections(history, clock, scheduler, jobs, supervisor.hung, ours, work)
+        carry_out(work, history, clock, deadline=clock.mono() + ACT_S + looks.longest_s, is_ready=looks.is_ready)
+        looks.finish()
         report.lines += end_ghosts(supervisor, scheduler, jobs, just_replaced={item.action.job_id for item in work})
     except (SchedulerError, FilesUnavailable, ConfigError) as error:
         settled = {line.run.run_id for line in report.lines} - {
@@ -211,6 +220,7 @@ def _tick_run(
     attempt = updated(attempt, snapshot, finding)
     snapshot = replace(snapshot, attempt=attempt)
     hang = judge_hang(snapshot)
+    snapshot, newly_slow = _slow_is_said(snapshot, hang.is_slow)
     quiet = line is None and finding is None and hang.finding is None and job.state is not JobState.COMPLETED
     if not supervisor.dry_run:
         if not quiet:
@@ -220,8 +230,16 @@ def _tick_run(
     if quiet:
         report.snapshots.append(snapshot)
         text = hang.line if job.state is JobState.RUNNING else queue_line(job)
-        return RunLine(run, text, blind=hang.blind)
+        return RunLine(run, text, blind=hang.blind, news=newly_slow)
     return line or _conclude(supervisor, snapshot, attempt, finding or hang.finding, lease)
+
+
+def _slow_is_said(snapshot: Snapshot, is_slow: bool) -> tuple[Snapshot, bool]:
+    """Becoming slow is news once; remembered with the watch, so that cron does not mail it each minute."""
+    watch = snapshot.watch
+    if watch is None or not is_slow or watch.slow_said:
+        return snapshot, False
+    return replace(snapshot, watch=replace(watch, slow_said=True)), True
 
 
 def _conclude(
@@ -256,8 +274,8 @@ def _handle(
     on_record = next((incident for incident in earlier if incident.attempt == attempt.key), None)
     if on_record is not None:
         return _on_record(supervisor, snapshot, on_record)
-    newest = snapshot.checkpoints.newest
-    checkpoint_step = newest.step if newest else None
+    finding, told = diagnosed(supervisor, replace(snapshot, attempt=attempt), finding)
+    start = start_of(run.config, snapshot.checkpoints, now=snapshot.wall_at, dry_run=supervisor.dry_run or not may_act)
     job = snapshot.job
     back, held = job is not None and job.restart_count > attempt.key.restart_count, is_held_by_slurm(job)
     decision = decide(
@@ -265,7 +283,7 @@ def _handle(
             finding=finding,
             policy=run.config.policy,
             earlier=earlier,
-            checkpoint_step=checkpoint_step,
+            checkpoint_step=start.step,
             exit_codes=frozenset(exit_codes(snapshot)),
             now=snapshot.wall_at,
             checkpoints_unseen=bool(snapshot.checkpoints.problems),
@@ -274,10 +292,12 @@ def _handle(
             held_by=held if back else "",
         )
     )
-    if may_act and run.config.checkpoint.step_back:
+    if may_act:
         attempts = history.attempts(run.run_id)
-        decision = stepped_back(snapshot, attempt, finding, decision, earlier, attempts, dry_run=supervisor.dry_run)
-    line = RunLine(run, f"{finding.summary} → {decision.kind}: {decision.reason}", news=True)
+        decision = stepped_back(
+            snapshot, attempt, finding, decision, earlier, attempts, start, dry_run=supervisor.dry_run
+        )
+    line = RunLine(run, f"{finding.line} → {decision.kind}: {decision.reason}", news=True)
     if supervisor.dry_run:
         return line
     kind = action_for(decision, finding, back=back, held=held) if may_act else None
@@ -286,18 +306,22 @@ def _handle(
         attempt,
         finding,
         decision,
-        checkpoint_step=checkpoint_step,
+        checkpoint_step=start.step,
         now=supervisor.clock.wall(),
         run_state=_STATE_AFTER.get(decision.kind) if may_act else None,
         action=None if kind is None else (kind, attempt.key.restart_count),
     )
-    keep_evidence(snapshot, finding)
+    document = supervisor.hung[run.run_id] = evidence_document(snapshot, finding)
+    write_evidence(run.config, attempt.key, document)
+    keep_diagnosis(snapshot, told)
     return line
 
 
 def _on_record(supervisor: Supervisor, snapshot: Snapshot, incident: Incident) -> RunLine:
     """What was decided is being waited for, or never came about: then a person is asked, not each tick told the same."""
     run, decision = snapshot.run, incident.decision
+    if not supervisor.dry_run:
+        supervisor.hung.setdefault(run.run_id)
     text = f"{incident.finding.summary}; on record, decided: {decision.kind} ({decision.reason})"
     ended = snapshot.job is None or snapshot.job.state.is_ended
     if not ended or decision.kind not in RESTARTS or supervisor.dry_run:
@@ -358,7 +382,8 @@ def _attempt_of(
 
 def _remembered(supervisor: Supervisor, attempt: Attempt) -> Watch | None:
     in_memory = supervisor.memory.get(attempt.attempt_id)
-    return in_memory if in_memory is not None else supervisor.history.watch(attempt.attempt_id)
+    # Of a new attempt nothing is known but what the run's earlier ones taught.
+    return in_memory if in_memory is not None else last_watch(supervisor.history, attempt.run_id)
 
 
 def _remember(supervisor: Supervisor, attempt: Attempt, watch: Watch | None) -> None:
@@ -382,7 +407,7 @@ def _settle_past(
     first = min((key.restart_count for key in known if key.job_id == job.job_id), default=0)
     past = [AttemptKey(job.job_id, count) for count in range(first, job.restart_count)]
     unsettled = [key for key in past if key not in known or known[key].ended_at is None]
-    recorded = {incident.attempt for incident in history.incidents(run_id=run.run_id)} if unsettled else set()
+    recorded = {one.attempt: one for one in history.incidents(run_id=run.run_id)} if unsettled else {}
     ours = [one for one in history.actions(run.run_id) if one.job_id == job.job_id] if unsettled else []
     carried_out = [one for one in ours if one.stage in {ActionStage.STARTED, ActionStage.DONE}]
     refused = refused_starts(ours)
@@ -397,6 +422,7 @@ def _settle_past(
         elif key in recorded:  # a hang, ended by us unless somebody was faster
             by = "krea-runner" if any(one.restart_count == count for one in carried_out) else ""
             ended = replace(closed(attempt, snapshot, None), end_state=JobState.REQUEUED, ended_by=by)
+            refine(supervisor, snapshot, recorded[key])
         else:
             finding = _diagnose(supervisor, scheduler, snapshot)
             ended = closed(attempt, snapshot, finding)
@@ -462,6 +488,6 @@ def look(supervisor: Supervisor, report: TickReport) -> bool:
             except FilesUnavailable:
                 continue  # the next tick says so
             _remember(supervisor, attempt, again.watch)
-            stepped = attempt.first_step is None and any(beat.step >= 0 for beat in again.heartbeats.ranks)
+            stepped = attempt.first_step is None and again.watch is not None and again.watch.step is not None
             due = due or stepped or judge_hang(again).finding is not None or again.script_end is not None
     return due

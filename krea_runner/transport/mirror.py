@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -120,29 +120,53 @@ def put_files(config: RunConfig, folders: list[Path], files: dict[Path, bytes]) 
             sftp.posix_rename(partial_path, str(path))
 
 
-def copy_logs(config: RunConfig, attempt: AttemptKey, into: Path) -> None:
-    """The attempt's logs and its job's, to their places below `into`; of each the last DIAGNOSED_BYTES.
+def copy_logs(
+    config: RunConfig,
+    attempt: AttemptKey,
+    into: Path,
+    *,
+    all_bytes: int | None = None,
+    is_late: Callable[[], bool] = lambda: False,
+) -> list[tuple[str, int]]:
+    """The attempt's logs and its job's, to their places below `into`; of each the last DIAGNOSED_BYTES, or its share of
+    `all_bytes`; no more of them once `is_late` says so. Returns those that were cut or left out, with their whole size.
 
     Raises: FilesUnavailable.
     """
-    far, near = RunDir(config.run_dir), RunDir(into)
+    cut: list[tuple[str, int]] = []
     with _Session(open_ssh(config.ssh_host)) as sftp:
         pipeline = Pipeline(sftp)
-        (error,) = pipeline.together([_copy_logs(pipeline, far, near, attempt)])
+        plan = _copy_logs(pipeline, RunDir(config.run_dir), RunDir(into), attempt, all_bytes, is_late, cut)
+        (error,) = pipeline.together([plan])
         if error is not None:
             raise error
+    return cut
 
 
-def _copy_logs(pipeline: Pipeline, far: RunDir, near: RunDir, attempt: AttemptKey) -> Plan[None]:
+def _copy_logs(
+    pipeline: Pipeline,
+    far: RunDir,
+    near: RunDir,
+    attempt: AttemptKey,
+    all_bytes: int | None,
+    is_late: Callable[[], bool],
+    cut: list[tuple[str, int]],
+) -> Plan[None]:
     batch, folder = far.batch_log(attempt.job_id), far.attempt_logs(attempt)
     (told,) = yield from pipeline.stats([str(batch)])
     found = [(near.batch_log(attempt.job_id), batch, told)] if told is not None and stat.S_ISREG(told.mode) else []
     entries = yield from pipeline.listing(str(folder))
     found += [(near.attempt_logs(attempt) / e.name, folder / e.name, e) for e in entries if _is_plain_file(e)]
+    most = DIAGNOSED_BYTES if all_bytes is None else min(DIAGNOSED_BYTES, all_bytes // max(1, len(found)))
     for here, there, entry in found:
+        begin = max(0, entry.size_bytes - most)
+        if begin or is_late():
+            cut.append((str(there), entry.size_bytes))
+        if is_late():
+            continue
         here.parent.mkdir(parents=True, exist_ok=True)
         with here.open("wb") as file:
-            for at in range(max(0, entry.size_bytes - DIAGNOSED_BYTES), entry.size_bytes, AT_ONCE_BYTES):
+            for at in range(begin, entry.size_bytes, AT_ONCE_BYTES):
                 (data,) = yield from pipeline.reading([(str(there), at, min(AT_ONCE_BYTES, entry.size_bytes - at))])
                 file.write(data or b"")
 
@@ -225,7 +249,7 @@ class _Mirror:
             yield _singles(pipeline, list(zip(*pairs, strict=True)))
 
     def _heartbeats(self, pipeline: Pipeline, far: Path, near: Path) -> Plan[None]:
-        here = set(near.glob("*.hb"))
+        here = {*near.glob("*.hb"), *near.glob("*.beat")}
         entries = [entry for entry in (yield from pipeline.listing(str(far), len(here))) if _is_plain_file(entry)]
         due = []
         for entry in entries:
@@ -236,7 +260,7 @@ class _Mirror:
         parts = [(str(far / entry.name), 0, min(entry.size_bytes, HEARTBEAT_BYTES)) for entry, _ in due]
         for (entry, seen), data in zip(due, (yield from pipeline.reading(parts)), strict=True):
             if data is not None:
-                _write(near / entry.name, data)
+                _write(near / entry.name, data, entry.mtime)
                 self.seen[near / entry.name] = seen
         for gone in here - {near / entry.name for entry in entries}:
             gone.unlink(missing_ok=True)
@@ -324,8 +348,10 @@ def _checkpoints(pipeline: Pipeline, far: Path, near: Path, spec: CheckpointSpec
             (near / name / spec.complete).unlink(missing_ok=True)
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, data: bytes, mtime: int) -> None:
+    """With the time that the file has over there: a new one is a beat of a .beat file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_bytes(data)
+    os.utime(partial, (mtime, mtime))
     partial.replace(path)

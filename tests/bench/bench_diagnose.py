@@ -1,22 +1,26 @@
-"""How fast `diagnose` reads, against ripgrep with the same patterns. Prints a Markdown table; asserts nothing.
+"""How fast `krea-runner diagnose` reads, against ripgrep with the same literals. Prints Markdown tables; asserts nothing.
 
-taskset -c 0 python -m tests.bench.bench_diagnose [GIGABYTES]        needs rg; logs are made in /dev/shm
+    taskset -c 1 python -m tests.bench.bench_diagnose speed [GIGABYTES]     needs rg; the logs are made in /dev/shm
+    python -m tests.bench.bench_diagnose memory [GIGABYTES]                 through a FIFO: nothing is written to a disk
+    python -m tests.bench.bench_diagnose first                              a log of 20 MB, as a person waits for it
+
+Each row is a process of its own; speed takes turns and prints medians of TIMES.
 """
 
 import os
-import resource
-import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from krea_runner.diagnose.logs import diagnose
 from krea_runner.diagnose.signatures import load_catalog
 
+TIMES = 5
 UNIT_BYTES = 32 << 20
 FRAME = '  File "/opt/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line {}, in _call_impl\n'
 FRAME += "{}    return forward_call(*args, **kwargs)\n"
@@ -52,35 +56,109 @@ def pieces(make: Callable[[int], str], size: int) -> Iterator[bytes]:
         yield data
 
 
-def cpu_s() -> float:
-    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+@dataclass(frozen=True)
+class Cost:
+    cpu_s: float
+    wall_s: float
+    peak_mb: int
 
 
-def row(what: str, size: int, work: Callable[[], object]) -> None:
-    begun, cpu = time.perf_counter(), cpu_s()
-    work()
-    wall, cpu = time.perf_counter() - begun, cpu_s() - cpu
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    print(f"| {what} | {cpu:.2f} | {wall:.2f} | {size / cpu / 1e9:.2f} | {peak} |")
+def cost(argv: Sequence[str]) -> Cost:
+    begun = time.perf_counter()
+    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode not in {0, 1}:  # rg: no line matched
+        raise SystemExit(f"{argv} ended with {process.returncode}")
+    return Cost(used.ru_utime + used.ru_stime, time.perf_counter() - begun, used.ru_maxrss // 1024)
+
+
+def diagnose(path: Path, *, hyperscan: bool = True) -> list[str]:
+    without = "" if hyperscan else "import sys; sys.modules['hyperscan'] = None; "
+    return [sys.executable, "-c", f"{without}from krea_runner.cli.app import main; main()", "diagnose", str(path)]
+
+
+def ripgrep(path: Path, patterns: Path) -> list[str]:
+    patterns.write_bytes(b"\n".join(literal.rstrip(b"\n") for literal in load_catalog().literals) + b"\n")
+    return ["rg", "-j1", "-c", "-F", "-f", str(patterns), str(path)]
+
+
+KINDS = {"healthy": healthy, "512 ranks' tracebacks": crash}
+
+
+def beside(work: Callable[[], object]) -> int:
+    """In a process of its own: a child's peak on Linux begins with what its parent held when it was started."""
+    pid = os.fork()
+    if pid == 0:
+        work()
+        os._exit(0)
+    return pid
+
+
+def write(path: Path, make: Callable[[int], str], size: int) -> None:
+    with path.open("wb", buffering=0) as file:
+        for piece in pieces(make, size):
+            at = 0
+            while at < min(len(piece), size):
+                at += file.write(piece[at:size]) or 0
+
+
+def speed(folder: Path, size: int) -> None:
+    print("| what | CPU s | wall s | GB per CPU s | peak MB |\n|---|---|---|---|---|")
+    for kind, make in KINDS.items():
+        path = folder / "a.log"
+        os.waitpid(beside(partial(write, path, make, size)), 0)
+        rows = {
+            "diagnose": diagnose(path),
+            "ripgrep": ripgrep(path, folder / "patterns"),
+            "diagnose without hyperscan": diagnose(path, hyperscan=False),
+        }
+        costs: dict[str, list[Cost]] = {what: [] for what in rows}
+        for _ in range(TIMES):
+            for what, argv in rows.items():
+                costs[what].append(cost(argv))
+        for what, seen in costs.items():
+            cpu_s = statistics.median(one.cpu_s for one in seen)
+            wall_s = statistics.median(one.wall_s for one in seen)
+            peak_mb = max(one.peak_mb for one in seen)
+            print(
+                f"| {what}, {kind} | {cpu_s:.2f} | {wall_s:.2f} | {path.stat().st_size / cpu_s / 1e9:.2f} | {peak_mb} |"
+            )
+
+
+def memory(folder: Path, size: int) -> None:
+    print("| what | GB | CPU s | peak MB |\n|---|---|---|---|")
+    pipe = folder / "pipe"
+    os.mkfifo(pipe)
+    for kind, make in KINDS.items():
+        for some in (size // 100, size):
+            writer = beside(partial(write, pipe, make, some))
+            used = cost(diagnose(pipe))
+            os.waitpid(writer, 0)
+            print(f"| diagnose, {kind} | {some / 1e9:g} | {used.cpu_s:.1f} | {used.peak_mb} |")
+
+
+def first(folder: Path, size: int) -> None:
+    print("| a log of 20 MB | wall s | CPU s |\n|---|---|---|")
+    for kind, make in KINDS.items():
+        path = folder / "a.log"
+        os.waitpid(beside(partial(write, path, make, size)), 0)
+        for with_hyperscan in (True, False):
+            seen = [cost(diagnose(path, hyperscan=with_hyperscan)) for _ in range(TIMES)]
+            what = kind if with_hyperscan else f"{kind}, without hyperscan"
+            wall_s, cpu_s = (
+                statistics.median(values) for values in zip(*((s.wall_s, s.cpu_s) for s in seen), strict=True)
+            )
+            print(f"| {what} | {wall_s:.2f} | {cpu_s:.2f} |")
 
 
 def main() -> None:
-    size = int(float(sys.argv[1] if len(sys.argv) > 1 else 1) * 1e9)
+    what = sys.argv[1] if len(sys.argv) > 1 else "speed"
+    work, gigabytes = {"speed": (speed, 1.0), "memory": (memory, 10.0), "first": (first, 0.02)}[what]
+    size = int(float(sys.argv[2] if len(sys.argv) > 2 else gigabytes) * 1e9)
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="krea-bench-", dir=place) as name:
-        folder = Path(name)
-        (folder / "patterns").write_bytes(
-            b"\n".join(literal.rstrip(b"\n") for literal in load_catalog().literals) + b"\n"
-        )
-        print("| what | CPU s | wall s | GB per CPU s | peak MB |\n|---|---|---|---|---|")
-        for kind, make in (("healthy", healthy), ("512 ranks' tracebacks", crash)):
-            path = folder / "a.log"
-            with path.open("wb") as file:
-                file.writelines(pieces(make, size))
-            row(f"diagnose, {kind}", size, partial(diagnose, [str(path)]))
-            if shutil.which("rg"):
-                argv = ["rg", "-j1", "-c", "-F", "-f", str(folder / "patterns"), str(path)]
-                row(f"ripgrep, {kind}", size, partial(subprocess.run, argv, stdout=subprocess.DEVNULL, check=False))
+        work(Path(name), size)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,16 @@ NODES, RANKS = 2048, 8
 def main() -> None:
     print("| what | cost |\n|---|---|")
     with tempfile.TemporaryDirectory(prefix="krea-bench-") as folder:
-        os.environ |= {"KREA_HEARTBEAT_DIR": f"{folder}/beats", "KREA_ATTEMPT": "1.r0", "SLURMD_NODENAME": "n1"}
+        os.environ |= {
+            "KREA_HEARTBEAT_DIR": f"{folder}/beats",
+            "KREA_ATTEMPT": "1.r0",
+            "SLURMD_NODENAME": "n1",
+            "RANK": "0",
+        }
         from krea_runner import Heartbeat
 
-        beat_ns = per_call_ns(Heartbeat().step, BEATS)
+        with Heartbeat() as heartbeat:
+            beat_ns = per_call_ns(heartbeat.step, BEATS)
         file_ns = per_call_ns(FileBeat(Path(folder) / "beat").step, 20_000)
         print(f"| `hb.step(n)`, its flusher running | {beat_ns:.0f} ns |")
         print(

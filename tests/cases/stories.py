@@ -245,5 +245,16 @@ STORIES = (
         "completed", "not_a_crash"),
     Story("cancelled-by-a-person", banner() + steps() + "slurmstepd: error: *** JOB 4711 ON n1 CANCELLED AT 2023-08-02T21:00:05 ***\n" + trace("KeyboardInterrupt"),
         "slurm_cancelled", "not_a_crash", first="CANCELLED AT"),
+    Story("time-limit", banner() + steps() + "slurmstepd: error: *** JOB 4711 ON n1 CANCELLED AT 2023-08-02T21:00:05 DUE TO TIME LIMIT ***\n" + "srun: error: n1: tasks 0-3: Terminated\n",
+        "slurm_time_limit", "restart", first="TIME LIMIT"),
+    Story("nvswitch-fatal-after-old-xids", banner() + steps() + cuda("unspecified launch failure", "[rank5]: "),
+        "gpu_nvlink", "restart_and_exclude_node", ("n2",), (5,), first="unspecified launch failure",
+        dmesg={"n1": "[Wed Aug  2 09:00:00 2023] NVRM: Xid (PCI:0000:1b:00): 79, GPU has fallen off the bus.\n" * 200,
+               "n2": "".join(f"[Wed Aug  2 {hour:02d}:00:00 2023] NVRM: Xid (PCI:0000:1b:00): 79, GPU has fallen off the bus.\n" for hour in range(19))
+               + "[Wed Aug  2 20:59:58 2023] nvidia-nvswitch0: SXid (PCI:0000:05:00.0): 20034, Fatal, Link 30 LTSSM Fault Up\n"
+               + "[Wed Aug  2 20:59:58 2023] nvidia-nvswitch0: SXid (PCI:0000:05:00.0): 20034, Severity 1 Engine instance 30 Sub-engine instance 00\n"}),
+    Story("ranks-that-miss-a-killed-one", banner() + steps() + "srun: error: n2: task 6: Killed\n"
+        + "".join(trace("trainer.comm.PeerLost: a peer does not answer", f"[rank{r}]: ") for r in (0, 1, 2, 3, 4, 5, 7)) + "srun: error: n1: tasks 0-3: Exited with exit code 1\n",
+        "process_signal_crash", "restart", ("n2",), (6,), first="task 6: Killed", launcher="srun"),
     Story("nothing-but-an-exit-code", banner() + steps() + "srun: error: n1: tasks 0-3: Exited with exit code 255\n", "unknown_failure", "restart", first="255"),
 )  # fmt: skip

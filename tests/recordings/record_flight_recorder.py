@@ -15,7 +15,8 @@ import threading
 import time
 from pathlib import Path
 
-SCENARIOS = ("healthy", "behind", "op", "sizes", "dtypes", "chain", "recv")
+SCENARIOS = ("healthy", "behind", "op", "sizes", "dtypes", "chain", "recv", "pairs", "ring")
+RING = 5  # entries that the recorder of scenario `ring` keeps
 HERE = Path(__file__).parent / "flight-recorder-torch2.13"
 WORLD = 4
 
@@ -37,8 +38,9 @@ def train(scenario: str, folder: Path) -> None:
 
     first = dist.new_group([0, 1], group_desc="pipeline")
     second = dist.new_group([1, 2], group_desc="tensor")
+    third = dist.new_group([2, 3], group_desc="data")
     tensor = torch.ones(4)
-    for _ in range(3):
+    for _ in range(20 if scenario == "ring" else 3):
         dist.all_reduce(tensor)
     threading.Timer(4, dump).start()
     if scenario == "healthy" or (scenario in {"op", "sizes", "dtypes"} and rank != 1):
@@ -49,7 +51,7 @@ def train(scenario: str, folder: Path) -> None:
         dist.all_reduce(torch.ones(8))
     elif scenario == "dtypes":
         dist.all_reduce(torch.ones(4, dtype=torch.int32))
-    elif scenario == "behind" and rank != 2:
+    elif scenario in {"behind", "ring"} and rank != 2:
         dist.all_reduce(tensor)
     elif scenario == "chain" and rank == 1:
         dist.all_reduce(tensor, group=second)  # waits for rank 2, which comes to nothing
@@ -57,6 +59,12 @@ def train(scenario: str, folder: Path) -> None:
         dist.all_reduce(tensor, group=first)  # waits for rank 1
     elif scenario == "recv" and rank == 0:
         dist.recv(tensor, src=1)
+    elif scenario == "pairs":  # two groups, of which only the second differs
+        dist.all_reduce(tensor, group=first if rank < 2 else third)
+        if rank == 3:
+            dist.broadcast(tensor, 3, group=third)
+        elif rank == 2:
+            dist.all_reduce(tensor, group=third)
     time.sleep(20)
 
 
@@ -66,7 +74,11 @@ def main() -> None:
         return
     for index, scenario in enumerate(sys.argv[1:] or SCENARIOS):
         (HERE / scenario).mkdir(parents=True, exist_ok=True)
-        common = {**os.environ, "TORCH_FR_BUFFER_SIZE": "2000", "WORLD_SIZE": str(WORLD)}
+        common = {
+            **os.environ,
+            "TORCH_FR_BUFFER_SIZE": str(RING if scenario == "ring" else 2000),
+            "WORLD_SIZE": str(WORLD),
+        }
         common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29613 + index)}
         ranks = [
             subprocess.Popen([sys.executable, __file__, scenario], env={**common, "RANK": str(rank)})

@@ -92,6 +92,28 @@ def test_an_adopted_job_that_is_killed_is_requeued_and_runs_again(desk: Desk) ->
     assert len(desk.incidents()) == 2
 
 
+def test_an_adopted_job_whose_log_shows_no_more_steps_is_restarted(desk: Desk) -> None:
+    script = SCRIPT.replace("srun", "echo ' iteration        7/     100 | consumed samples: 9 |'; srun")
+    (desk.folder / "their.sh").write_text(
+        script.replace("#SBATCH --output", "#SBATCH --open-mode=append\n#SBATCH --output")
+    )
+    job_id = desk.start("-t", "30")
+    said = desk.krea(
+        "adopt", job_id, "--checkpoint-dir", "", "--progress", "megatron", "--progress-budget", "4s", "--dry-run"
+    )
+    assert "hangs cannot be seen" not in said.stdout
+    desk.krea("adopt", job_id, "--checkpoint-dir", "", "--progress", "megatron", "--progress-budget", "4s")
+    assert "in progress at step 7" in desk.krea("supervise", "--once", "--verbose").stdout
+    shown = desk.krea("status", "my job").stdout
+    assert "log pattern: step 7, moved" in shown
+    desk.krea("supervise", "--every", "2s", "--for", "14s")
+    (incident,) = desk.incidents()
+    assert (incident["symptom"], incident["cause"], incident["decision"]) == ("hang", "no_progress", "REQUEUE")
+    assert (incident["step"], incident["agreed_by"]) == (7, "2 times the budget has passed")
+    until((desk.folder / "pid.1").exists, "the restart")
+    assert desk.job(job_id)[1] == 1
+
+
 def test_a_job_is_adopted_once_and_a_cancelled_one_is_left_alone(desk: Desk) -> None:
     job_id = desk.start()
     desk.krea("adopt", job_id, "--checkpoint-dir", "")

@@ -15,24 +15,31 @@ import pytest
 from krea_runner.clock import SystemClock
 from krea_runner.config import load_run
 from krea_runner.config.site import state_dir
+from krea_runner.diagnose.signatures import load_catalog
 from krea_runner.errors import FilesUnavailable
 from krea_runner.heartbeat import Heartbeat
 from krea_runner.model import (
+    BEAT_FILES,
+    LOG_PATTERN,
     Attempt,
     AttemptKey,
     Finding,
     JobRecord,
     JobState,
+    ProgressSpec,
     Run,
     RunConfig,
     RunState,
     Snapshot,
     Symptom,
+    Watch,
 )
 from krea_runner.observe.logs import attempt_marker
 from krea_runner.observe.snapshot import observe
 from krea_runner.rundir import RunDir
-from krea_runner.supervise.evidence import keep_evidence
+from krea_runner.supervise.diagnosis import keep_diagnosis
+from krea_runner.supervise.evidence import evidence_document, write_evidence
+from krea_runner.supervise.left_behind import Bounds, read_left_behind
 from krea_runner.transport import mirror as mirror_module
 from krea_runner.transport import ssh as ssh_module
 from krea_runner.transport.mirror import looked_at_together, mirrored, put_files
@@ -61,10 +68,10 @@ class Far:
     def run_dir(self) -> RunDir:
         return RunDir(self.config.run_dir)
 
-    def look(self) -> Snapshot:
+    def look(self, memory: Watch | None = None) -> Snapshot:
         run = Run(1, "far", "me", self.config, RunState.ACTIVE, "", "26", "tag", 0.0)
         job = JobRecord("26", JobState.RUNNING, "RUNNING")
-        return observe(run, job, Attempt(1, 1, KEY, 0.0), None, SystemClock())
+        return observe(run, job, Attempt(1, 1, KEY, 0.0), memory, SystemClock())
 
 
 @pytest.fixture
@@ -97,7 +104,11 @@ def test_what_was_put_there_is_there(far: Far) -> None:
 def test_heartbeats_logs_and_checkpoints_are_seen_as_if_they_were_here(
     far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"KREA_HEARTBEAT_DIR": str(far.run_dir.heartbeats(KEY)), "KREA_ATTEMPT": str(KEY)}.items():
+    for name, value in {
+        "KREA_HEARTBEAT_DIR": str(far.run_dir.heartbeats(KEY)),
+        "KREA_ATTEMPT": str(KEY),
+        "RANK": "0",
+    }.items():
         monkeypatch.setenv(name, value)
     hb = Heartbeat()
     try:
@@ -126,6 +137,27 @@ def test_heartbeats_logs_and_checkpoints_are_seen_as_if_they_were_here(
         assert again.log.tail.endswith("hello\nmore\n")
     finally:
         hb.close()
+
+
+def test_beat_files_and_progress_lines_are_seen_as_if_they_were_here(far: Far) -> None:
+    far.config = dataclasses.replace(far.config, progress=ProgressSpec(pattern="megatron"))
+    folder, log = far.run_dir.heartbeats(KEY), far.run_dir.batch_log("26")
+    folder.mkdir(parents=True)
+    (folder / "julia.beat").write_text("7\n")
+    log.write_text("x" * 300_000 + "\n iteration        8/     100 | loss |\n")
+    looked = far.look()
+    assert {(source.name, source.step) for source in looked.watch.sources} >= {(BEAT_FILES, 7), (LOG_PATTERN, 8)}
+    again = far.look(looked.watch)  # the file is read again, its time over there is the same: no beat
+    assert [source.moved_mono for source in again.watch.sources] == [
+        source.moved_mono for source in looked.watch.sources
+    ]
+    (folder / "julia.beat").write_text("9\n")
+    os.utime(folder / "julia.beat", (2e9, 2e9))  # SFTP tells whole seconds, and the looks before were in this one
+    with log.open("a") as file:
+        file.write(" iteration        9/     100 | loss |\n")
+    moved = {source.name: (source.step, source.moved_mono) for source in far.look(again.watch).watch.sources}
+    assert {name: moved[name][0] for name in (BEAT_FILES, LOG_PATTERN)} == {BEAT_FILES: 9, LOG_PATTERN: 9}
+    assert min(moved[BEAT_FILES][1], moved[LOG_PATTERN][1]) > again.mono
 
 
 def test_what_did_not_change_is_not_read_again(far: Far) -> None:
@@ -307,16 +339,51 @@ def test_times_of_a_login_node_whose_clock_is_off_are_never_compared_with_ours(f
 def test_evidence_is_kept_over_there_or_where_that_fails_here(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
     finding = Finding(Symptom.HANG, "rank_stopped", "hang: rank 3 stopped")
     snapshot = far.look()
-    path = keep_evidence(snapshot, finding)
+    path = write_evidence(far.config, KEY, evidence_document(snapshot, finding))
     assert path == far.run_dir.incident(KEY) / "evidence.json"
     assert json.loads(path.read_text())["finding"]["cause"] == "rank_stopped"
     monkeypatch.setattr(ssh_module, "CONNECT_S", 2.0)
     far.sshd.stop()
     path.unlink()
-    kept = keep_evidence(snapshot, finding)
+    kept = write_evidence(far.config, KEY, evidence_document(snapshot, finding))
     assert kept is not None
     assert kept.is_relative_to(state_dir())
     assert json.loads(kept.read_text())["finding"]["cause"] == "rank_stopped"
+
+
+def test_what_a_failed_attempt_left_over_there_is_diagnosed_within_bounds(
+    far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = far.run_dir.attempt_logs(KEY)
+    logs.mkdir(parents=True)
+    (logs / "node-0.log").write_text("0: step 1\n" * 400_000 + "0: [rank0]: KeyError: 'x'\n")
+    (logs / "node-1.log").write_text("1: step 1\n")
+    catalog, snapshot = load_catalog(), far.look()
+    verdict, left = read_left_behind(snapshot, catalog, still_running=False, bounds=Bounds(far_bytes=3 << 20))
+    assert verdict is not None
+    assert (verdict.cause, verdict.problems) == (
+        "user_exception",
+        (f"log not read whole: {logs}/node-0.log: only its end, of 3.81 MiB; its lines are counted from there",),
+    )
+    assert verdict.first_evidence is not None
+    assert left.where(verdict.first_evidence.file) == f"{logs}/node-0.log"
+    verdict, left = read_left_behind(snapshot, catalog, still_running=False, is_late=lambda: True)
+    assert verdict is None
+    assert left.problems[0].startswith("log not read whole: ")
+
+    keep_diagnosis(snapshot, {"cause": "user_exception"})
+    assert json.loads((far.run_dir.incident(KEY) / "diagnosis.json").read_text()) == {"cause": "user_exception"}
+    monkeypatch.setattr(ssh_module, "CONNECT_S", 2.0)
+    far.sshd.stop()
+    (far.run_dir.incident(KEY) / "diagnosis.json").unlink()
+    verdict, _ = read_left_behind(snapshot, catalog, still_running=False)
+    assert verdict is not None
+    assert (verdict.cause, verdict.problems[0].split(":")[1]) == (
+        "user_exception",
+        " only what was copied before, reading files on login",
+    )
+    keep_diagnosis(snapshot, {"cause": "user_exception"})
+    assert len(list(state_dir().rglob("diagnosis.json"))) == 1
 
 
 @pytest.mark.parametrize("name", [b"n\xff.hb", "ü.hb".encode(), b"a\nb.hb"])

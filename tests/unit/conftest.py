@@ -22,6 +22,9 @@ from krea_runner.model import (
     Snapshot,
 )
 from krea_runner.observe.watch import advance_watch
+from tests.training_rank import Rank
+
+PHASES = ("startup", "compile", "step", "data", "checkpoint", "evaluation", "shutdown", "default")
 
 
 @dataclasses.dataclass
@@ -47,6 +50,11 @@ class FakeClock:
 
 
 @pytest.fixture
+def rank(tmp_path: Path) -> Rank:
+    return Rank(tmp_path)
+
+
+@pytest.fixture
 def clock() -> FakeClock:
     return FakeClock()
 
@@ -55,7 +63,7 @@ def make_config(tmp_path: Path, **changes: Any) -> RunConfig:
     base = RunConfig(
         name="llm", slug="llm", run_dir=tmp_path / "run", command=("true",), workdir=tmp_path, scheduler="local",
         gang=Gang(nodes=2, ranks_per_node=2),
-        budgets=Budgets(startup_s=60, step_s=10, checkpoint_s=100, evaluation_s=50, shutdown_s=20, default_s=30),
+        budgets=Budgets(startup_s=60, step_s=10, checkpoint_s=100, evaluation_s=50, shutdown_s=20, default_s=30, fixed=PHASES),
         checkpoint=CheckpointSpec(directory=tmp_path / "ckpt"), policy=Policy(max_restarts=3),
     )  # fmt: skip
     return dataclasses.replace(base, **changes)
@@ -125,7 +133,7 @@ class Gang4:
         )
         self.watch = advance_watch(
             self.watch, reading, attempt="7.r0", log_size_bytes=self.log_size, epoch_id=self.clock.epoch_id(),
-            mono=self.clock.mono(), wall=self.clock.wall(),
+            mono=self.clock.mono(), wall=self.clock.wall(), budgets=self.run.config.budgets,
         )  # fmt: skip
         return Snapshot(
             run=self.run,

@@ -8,7 +8,7 @@ import pytest
 from krea_runner.cli import adopt as cli
 from krea_runner.config import config_from_json, config_to_json
 from krea_runner.diagnose.hang import judge_hang
-from krea_runner.errors import SchedulerError, SchedulerOutputError
+from krea_runner.errors import ConfigError, SchedulerError, SchedulerOutputError
 from krea_runner.launch import adopt
 from krea_runner.launch.adopt import Given
 from krea_runner.model import Attempt, AttemptKey, JobRecord, JobState, Snapshot
@@ -148,12 +148,12 @@ def test_the_log_of_an_adopted_job_blames_only_its_first_start(tmp_path: Path) -
 def test_an_adopted_job_without_heartbeats_is_no_hang_and_no_blindness(tmp_path: Path, clock: FakeClock) -> None:
     config = make_config(tmp_path, job_log=tmp_path / "out")
     watch = None
-    for _ in range(2):
+    for _ in range(240):  # one look counts no more than it can have seen
         reading = Snapshot(make_run(config), clock.wall(), clock.mono()).heartbeats
         watch = advance_watch(
             watch, reading, attempt="41.r0", log_size_bytes=5, epoch_id="h", mono=clock.mono(), wall=clock.wall()
         )
-        clock.sleep(7200)
+        clock.sleep(60)
     snapshot = Snapshot(
         make_run(config),
         clock.wall(),
@@ -174,3 +174,19 @@ def test_on_a_terminal_what_is_missing_is_asked_for(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("typer.prompt", lambda text, **_: next(said[word] for word in said if word in text))
     given = cli._answered(Given(name="x"), asked, "41")
     assert given == Given(name="x", log=Path("/dev/null"), checkpoint_dir="ckpt")
+
+
+def test_what_its_log_says_at_each_step_makes_an_adopted_jobs_hangs_visible() -> None:
+    given = Given(log=Path("/w/o"), checkpoint_dir="", progress="megatron", progress_budget="10m")
+    config = adopt.config_of(job(), record(), given, "alice")
+    assert (config.progress.pattern, config.progress.budget_s) == ("megatron", 600.0)
+    assert config_from_json(config_to_json(config)) == config
+    assert not any("hangs" in note for note in cli._notes(record(), config))
+    nowhere = replace(config, job_log=Path("/dev/null"))
+    assert any("it has no log for --progress" in note for note in cli._notes(record(), nowhere))
+
+
+def test_an_expression_that_cannot_be_read_is_refused() -> None:
+    with pytest.raises(ConfigError) as error:
+        adopt.config_of(job(), record(), Given(log=Path("/w/o"), progress="megatrn"), "alice")
+    assert "did you mean 'megatron'?" in str(error.value.problems)

@@ -14,7 +14,7 @@ ROOT = PACKAGE.parent
 
 # Layers from the bottom up (docs/design/layers.md): a module imports only from its own layer's package or from below.
 LAYERS = [
-    {"errors", "clock", "proc", "heartbeat", "_init"},
+    {"errors", "clock", "proc", "heartbeat", "adapters", "_init"},
     {"model"},
     {"rundir"},
     {"config"},

@@ -88,6 +88,19 @@ def test_submit_dry_run_prints_the_script_and_touches_nothing(shell: Shell) -> N
     assert sorted(path.name for path in shell.folder.iterdir()) == ["run.toml"]
 
 
+def test_a_dry_run_says_in_json_what_it_would_do(shell: Shell) -> None:
+    shell.write('[run]\nname = "x"\ncommand = ["true"]\n')
+    document = json.loads(shell.krea("submit", "run.toml", "--dry-run", "--json").stdout)
+    assert (document["run"], document["script"].startswith("#!/bin/bash\n")) == ("x", True)
+    assert sorted(path.name for path in shell.folder.iterdir()) == ["run.toml"]
+
+
+def test_a_pipe_is_no_run_toml(shell: Shell) -> None:
+    os.mkfifo(shell.folder / "run.toml")
+    done = shell.krea("submit", "run.toml")
+    assert (done.returncode, "not a regular file" in done.stderr) == (78, True)
+
+
 def test_a_wrong_file_names_every_key_its_line_and_the_right_one(shell: Shell) -> None:
     shell.write('[run]\nnme = "x"\ncommand = ["true"]\n[gang]\nnods = 2\n')
     done = shell.krea("submit", "run.toml")
@@ -164,7 +177,7 @@ def test_wrong_words_are_a_usage_error(shell: Shell, words: list[str]) -> None:
 
 def test_a_wrong_duration_says_how_they_look(shell: Shell) -> None:
     done = shell.krea("supervise", "--every", "soon")
-    assert done.returncode == 78
+    assert done.returncode == 2
     assert "1h30m" in done.stderr
 
 

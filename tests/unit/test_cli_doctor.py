@@ -47,8 +47,27 @@ def test_healthy_host_is_ok(state: Path) -> None:
         name: check["status"] for name, check in checks.items() if name not in {"clock", "free space", "file system"}
     } == {
         name: "ok"
-        for name in ("python", "krea_runner", "state dir", "templates", "history", "supervisor", "local scheduler")
+        for name in (
+            "python",
+            "krea_runner",
+            "state dir",
+            "templates",
+            "site.toml",
+            "history",
+            "supervisor",
+            "local scheduler",
+        )
     }
+
+
+def test_a_wrong_site_toml_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "site.toml").write_text("signture = []\n")
+    monkeypatch.setenv("KREA_RUNNER_SITE", str(tmp_path / "site.toml"))
+    found = next(check for check in run_checks("local") if check.name == "site.toml")
+    assert (found.ok, found.detail) == (
+        False,
+        "your own signatures have 1 problem; unknown key 'signture'; did you mean signatures?",
+    )
 
 
 def test_lines_in_a_pipe_are_plain_and_lead_with_the_word(state: Path) -> None:

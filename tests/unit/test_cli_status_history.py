@@ -184,7 +184,7 @@ def test_history_document_holds_everything(state: Path, history: History, tmp_pa
         "checkpoint_step": 120, "lost_steps": 8, "decision": "REQUEUE",
         "decision_reason": "from step 120, same job; restart 1 of 3", "resumed_step": 121,
         "agreed_by": "logs silent 12 s", "evidence": ["rank 3 n2: step 128"],
-        "suspects": [{"kind": "node", "name": "n2", "reason": "stopped"}],
+        "suspects": [{"kind": "node", "name": "n2", "reason": "stopped"}], "diagnosis": None,
     }  # fmt: skip
 
 
@@ -299,6 +299,14 @@ def test_live_run_from_submit_to_stop(state: Path, tmp_path: Path) -> None:
         assert krea(state, "supervise", "--once").returncode == 0
         watched = wait_for(state, lambda run: run["judgement"].startswith("in progress"))
         assert watched["last_beat_age_s"] is not None
+
+        explained = json.loads(krea(state, "explain", "live run", "--json").stdout)
+        assert explained["rules"][0]["rule"].startswith("no beat in")
+        assert 0 < explained["rules"][0]["left_s"] <= explained["rules"][0]["budget_s"]
+        assert explained["blind_for_s"] is None
+        shown_to_people = krea(state, "explain", "live run").stdout
+        assert "RULE" in shown_to_people
+        assert re.search(r"step +5m00s +", shown_to_people)
 
         torn = tmp_path / "runs" / shown_slug(tmp_path) / "heartbeats" / "1.r0" / "zz.hb"
         torn.write_bytes(b"\xff" * 100)

@@ -114,7 +114,10 @@ def test_every_key_arrives(toml, tmp_path, monkeypatch) -> None:
         "gpus_per_node": 8,
         "extra": ("--switches=2", "--no-kill"),
     }
-    assert config.budgets == Budgets(3600, 90, 1200, 5400, 300, 600, 3.0)
+    assert config.budgets == Budgets(
+        3600, 90, 1200, 5400, 300, 600, 3.0,
+        fixed=("startup", "step", "checkpoint", "evaluation", "shutdown", "default"),
+    )  # fmt: skip
     assert config.checkpoint == CheckpointSpec(code / "ckpt", "global_step{step}", "")
     assert config.policy == Policy("observe", 0, 86400, 3, (93, 2))
 
@@ -132,6 +135,19 @@ def test_a_run_stored_by_another_version_is_read(toml) -> None:
     del plain["budgets"]["second_look"], plain["scheduler"]
     config = config_from_json(json.dumps(plain))
     assert (config.budgets.second_look, config.scheduler) == (Budgets().second_look, "slurm")
+
+
+def test_a_budget_that_is_auto_or_not_given_learns_and_any_other_stands(toml) -> None:
+    budgets = load_run(toml(f'{RUN}[budgets]\nstep = "auto"\ncheckpoint = "20m"\n')).budgets
+    assert budgets == Budgets(checkpoint_s=1200, fixed=("checkpoint",))
+    assert load_run(toml(RUN)).budgets.fixed == ()
+
+
+def test_a_run_stored_before_budgets_learned_keeps_its_own(toml) -> None:
+    plain = json.loads(config_to_json(load_run(toml(FULL))))
+    del plain["budgets"]["fixed"], plain["budgets"]["compile_s"], plain["budgets"]["data_s"]
+    budgets = config_from_json(json.dumps(plain)).budgets
+    assert (budgets.step_s, set(budgets.fixed) >= {"step", "checkpoint", "default"}) == (90, True)
 
 
 printable = st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1, max_size=20)
@@ -569,7 +585,10 @@ def test_the_defaults_on_the_reference_page_are_the_programs(toml) -> None:
         lines.append(f"[{table}]")
         for key in TABLES[table]:
             if key.default != "none":
-                value = key.default if key.default[0] in "[0123456789" and key.default[-1] in "]0123456789" else None
+                plain = key.default in {"true", "false"} or (
+                    key.default[0] in "[0123456789" and key.default[-1] in "]0123456789"
+                )
+                value = key.default if plain else None
                 lines.append(f"{key.name} = {value or json.dumps(key.default)}")
     stated = load_run(toml("\n".join(lines)))
     assert dataclasses.asdict(dataclasses.replace(stated, env={}, slurm={})) == dataclasses.asdict(

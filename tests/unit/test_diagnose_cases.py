@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from krea_runner.cli.diagnose import document, lines
+from krea_runner.cli.diagnose import lines
+from krea_runner.diagnose.document import document
 from krea_runner.diagnose.layout import from_job
 from krea_runner.diagnose.logs import diagnose
+from krea_runner.diagnose.signatures import load_catalog
 from tests.cases.stories import STORIES, Story, write
 
 SHARED = Path(__file__).parents[3] / "shared" / "cases"
@@ -59,6 +61,19 @@ def test_a_story_has_its_cause_suspects_and_first_line(story: Story, tmp_path: P
     assert failed == [], answer(tmp_path / "case")
 
 
+def test_each_cause_has_a_story() -> None:
+    assert {story.cause for story in STORIES} == set(load_catalog().causes)
+
+
+@pytest.mark.parametrize("story", STORIES[::12], ids=lambda story: story.name)
+def test_the_command_prints_the_document_that_the_scorer_reads(story: Story, tmp_path: Path) -> None:
+    case = tmp_path / "case"
+    write(story, case)
+    dmesg = [word for node in story.dmesg for word in ("--dmesg", f"{node}={case / f'dmesg.{node}.txt'}")]
+    done = run("diagnose", "--json", "--job", str(case / "job.json"), *dmesg, str(case / "log.txt"))
+    assert json.loads(done.stdout) == answer(case)
+
+
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no folder of cases beside the checkout")
 def test_the_cases_beside_the_checkout_reach_the_goals() -> None:
     results = [score(case) for case in sorted(SHARED.iterdir()) if (case / "expected.json").exists()]
@@ -92,6 +107,13 @@ def test_the_command_loads_no_history() -> None:
     loaded = done.stdout.decode().split("LOADED")[1].split()
     assert "hyperscan" in loaded or "krea_runner" in loaded
     assert not {"sqlalchemy", "alembic", "jinja2", "rich", "torch"} & set(loaded)
+
+
+def test_a_job_json_may_have_slurms_form_of_its_nodes(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text('{"nodes": "n[1-2]", "gpus_per_node": 4, "launcher": "srun"}')
+    done = run("diagnose", "-", "--job", str(tmp_path / "job.json"), "--json", stdin=b"6: KeyError: 'x'\n")
+    first = json.loads(done.stdout)["first_evidence"]
+    assert (first["rank"], first["node"]) == (6, "n2")
 
 
 def test_a_log_that_is_not_there_is_said_with_a_hint() -> None:

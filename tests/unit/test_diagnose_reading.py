@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from krea_runner.cli.diagnose import document, lines
+from krea_runner.cli.diagnose import lines
+from krea_runner.diagnose.document import document
 from krea_runner.diagnose.layout import Layout, bus_key
 from krea_runner.diagnose.lines import read_line
 from krea_runner.diagnose.logs import diagnose
@@ -40,6 +41,9 @@ def test_a_signature_matches_its_examples_and_not_its_near_misses(signature: Sig
         )
     for text in signature.near_misses:
         assert not signature.pattern.match(text), text
+    assert any(literal.rstrip("\n") in text for text in signature.near_misses for literal in signature.literals), (
+        "no near miss ever reaches the pattern"
+    )
 
 
 @pytest.mark.parametrize("signature", CATALOG.signatures, ids=lambda signature: signature.name)
@@ -63,9 +67,6 @@ def test_a_compressed_log_is_read_directly(tmp_path: Path, suffix: str, pack: Ca
     path = tmp_path / f"a.log{suffix}"
     path.write_bytes(pack(b"step 1\n" * 100 + FAILURE))
     assert whole(path) == ("gpu_ecc", 101)
-    path.write_bytes(pack(os.urandom(5000).hex().encode() + b"\n" + FAILURE)[:-8])
-    with pytest.raises(LogUnreadable, match="cannot read"):
-        diagnose([str(path)])
 
 
 def test_a_zstandard_log_is_read_directly(tmp_path: Path) -> None:
@@ -200,11 +201,10 @@ def test_log_times_of_all_glog_forms_are_understood() -> None:
 
 
 PIECES = [literal.decode() for literal in CATALOG.literals] + [e for s in CATALOG.signatures for e in s.examples]
-FUZZ_S = float(os.environ.get("KREA_RUNNER_FUZZ_S", "0"))
 
 
 @settings(
-    max_examples=int(FUZZ_S * 200) or 60,
+    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
@@ -230,7 +230,6 @@ FUZZ_S = float(os.environ.get("KREA_RUNNER_FUZZ_S", "0"))
         max_size=60,
     ).map(b"".join)
 )
-@pytest.mark.timeout(max(180, FUZZ_S * 4))
 def test_any_bytes_give_a_verdict(tmp_path: Path, data: bytes) -> None:
     path, kernel = tmp_path / "a.log", tmp_path / "dmesg"
     path.write_bytes(data)
@@ -242,3 +241,32 @@ def test_any_bytes_give_a_verdict(tmp_path: Path, data: bytes) -> None:
     assert len(shown) <= 12
     assert not re.search(r"[\x00-\x1f\x7f-\x9f]", "".join(shown))
     document(verdict)
+
+
+RAISED = [
+    "Traceback (most recent call last):",
+    '  File "/x/train.py", line 5, in <module>',
+    '    {}["mmlu"]',
+    "KeyError: 'mmlu'",
+]
+
+
+@pytest.mark.parametrize(
+    ("after", "is_survived"),
+    [
+        (["0: step 10 | loss 2.7", "1: step 10 | loss 2.7", "2: step 10 | loss 2.7", "0: step 11 | loss 2.7"], False),
+        (["step 10 | loss 2.7"] * 4, False),
+        (["3: step 10 | loss 2.7", "3: step 11 | loss 2.7", "3: step 12 | loss 2.7"], True),
+        (["[rank0]: step 10", "[rank1]: step 10", "[rank0]: step 11", "[rank1]: step 11", "[rank0]: step 12"], True),
+        (["step 10 | loss 2.7", "step 11 | loss 2.7", "step 12 | loss 2.7"], True),
+        ([" 10%|#         | 1/10", " 20%|##        | 2/10", " 30%|###       | 3/10"], True),
+    ],
+)
+def test_an_exception_is_survived_by_steps_of_one_rank_not_by_one_step_of_many(
+    tmp_path: Path, after: list[str], is_survived: bool
+) -> None:
+    """Four ranks print as fast as their node lets them: the first one's exception may stand before the others' last step."""
+    log = tmp_path / "log.txt"
+    log.write_text("\n".join([*(f"3: {line}" for line in RAISED), *after]) + "\n")
+    job = Layout(nodes=["n1"], world_size=4, gpus_per_node=4)
+    assert (diagnose([str(log)], layout=job, catalog=CATALOG).cause == "healthy_running") is is_survived

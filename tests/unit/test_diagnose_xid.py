@@ -1,11 +1,16 @@
 """Which Xids belong to an incident. Line formats: dmesg, dmesg -T, dmesg --time-format iso, journalctl -k, /dev/kmsg, syslog."""
 
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from krea_runner.diagnose.gather import read_log
+from krea_runner.diagnose.kernel import facts
+from krea_runner.diagnose.layout import Layout
+from krea_runner.diagnose.signatures import load_catalog
 from krea_runner.diagnose.xid import XidEvent, action_of, xids_in
 
 NOON = datetime(2026, 1, 2, 12, 0, 0, tzinfo=UTC).timestamp()
@@ -123,3 +128,51 @@ def test_an_nvswitch_error_is_a_fault_only_where_the_line_says_fatal() -> None:
 def test_no_line_breaks_the_reader(text: str) -> None:
     for event in xids_in(text, node="n", since=NOON, until=NOON + 1):
         assert event.count >= 1
+
+
+def kernel_facts(tmp_path: Path, text: str, since: float | None) -> list[tuple[str, int]]:
+    """Causes, and how many lines were one event, of what `diagnose` takes from a kernel log."""
+    path = tmp_path / "dmesg"
+    path.write_text(text)
+    layout = Layout(nodes=["n1"], gpus_per_node=8, world_size=8)
+    log = read_log(str(path), 0, load_catalog(), layout, node="n1", kernel=True)
+    return [(fact.cause, fact.event.count) for fact in facts([log], layout, since)]
+
+
+def test_diagnose_takes_the_same_code_within_five_seconds_for_one_event(tmp_path: Path) -> None:
+    text = "".join(f"[{at}.0] {XID_79}\n" for at in (10, 14, 19, 25))
+    assert kernel_facts(tmp_path, text, None) == [("gpu_fell_off_bus", 3), ("gpu_fell_off_bus", 1)]
+    switch = "nvidia-nvswitch0: SXid (PCI:0000:05:00.0): 20034, Fatal, Link 30 LTSSM Fault Up\n"
+    assert kernel_facts(tmp_path, f"[1.0] {switch}[2.0] {switch}[9.0] {switch}", None) == [
+        ("gpu_nvlink", 2),
+        ("gpu_nvlink", 1),
+    ]
+
+
+def test_a_ring_buffer_full_of_old_xids_does_not_hide_this_attempts(tmp_path: Path) -> None:
+    old = "".join(f"[Fri Jan  2 {n // 60:02d}:{n % 60:02d}:00 2026] {XID_79}\n" for n in range(600))
+    assert kernel_facts(tmp_path, old + f"[Fri Jan  2 12:00:00 2026] {XID_79}\n", NOON - 60) == [
+        ("gpu_fell_off_bus", 1)
+    ]
+    assert kernel_facts(tmp_path, old, NOON - 60) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "145, RLW_RXPIPE Nonfatal XC0",
+        "154, GPU recovery action changed from 0x1 (x) to 0x0 (None)",
+        "43, Ch 8",
+        "999, new",
+    ],
+)
+def test_what_is_no_fault_is_no_fact(tmp_path: Path, text: str) -> None:
+    assert kernel_facts(tmp_path, f"[1.0] NVRM: Xid (PCI:0000:3B:00): {text}\n", None) == []
+
+
+def test_each_row_of_the_one_table_is_whole_and_names_a_cause_that_exists() -> None:
+    causes, actions = load_catalog().causes, [action_of(number) for number in range(1, 173)]
+    assert {action.cause for action in actions} - {""} <= set(causes)
+    assert all(action.source and action.snapshot and action.action and action.verdict for action in actions)
+    weak = {number for number in range(1, 173) if action_of(number).is_weak and action_of(number).cause}
+    assert weak == {13, 31, 63, 137, 154}

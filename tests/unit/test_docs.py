@@ -50,7 +50,9 @@ def test_commands_exist_with_their_options(path: Path) -> None:
     for words in commands(path):
         if words[0] in {"submit", "install"} and "krea-runner" in words:
             continue
-        text = help_of(words[0]) + (help_of(*words[:2]) if words[0] == "nodes" and len(words) > 1 else "")
+        text = help_of(words[0]) + (
+            help_of(*words[:2]) if words[0] in {"nodes", "checkpoints"} and len(words) > 1 else ""
+        )
         assert text, f"{path.name}: krea-runner {words[0]} is no verb"
         for option in (word.split("=")[0] for word in words[1:] if word.startswith("-")):
             assert re.search(rf"(^|[\s,]){re.escape(option)}\b", text), f"{path.name}: {words[0]} has no {option}"

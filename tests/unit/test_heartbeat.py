@@ -1,93 +1,18 @@
 """The heartbeat as training code uses it: each case is a process of its own, read back with the runner's own reader."""
 
 import ast
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from krea_runner import heartbeat
-from krea_runner.heartbeat import MAX_LOCAL_RANKS, SLOT
-from krea_runner.model import RankBeat
+from krea_runner.heartbeat import SLOT
 from krea_runner.observe.heartbeats import read_heartbeats
-
-SOURCE = Path(heartbeat.__file__)
-ATTEMPT = "41.r2"
-VERSIONS = ["3.9", "3.10", "3.11", "3.12", "3.13", "3.14"]
-BEGIN = "import os, sys, time\nfrom heartbeat import Heartbeat\nhb = Heartbeat()\n"
-
-
-class Rank:
-    """Starts training scripts that see only a copy of heartbeat.py: what a container has."""
-
-    def __init__(self, tmp_path: Path) -> None:
-        self.place = tmp_path / "container"
-        self.place.mkdir()
-        shutil.copy(SOURCE, self.place)
-        self.directory = tmp_path / "heartbeats" / ATTEMPT
-
-    def popen(
-        self, script: str, python: str = sys.executable, *, begin: str = BEGIN, **env: str
-    ) -> "subprocess.Popen[str]":
-        base = {
-            "PATH": os.environ["PATH"],
-            "KREA_HEARTBEAT_DIR": str(self.directory),
-            "KREA_ATTEMPT": ATTEMPT,
-            "SLURMD_NODENAME": "n1",
-            "RANK": "5",
-            "LOCAL_RANK": "1",
-        }
-        merged = {key: value for key, value in {**base, **env}.items() if value}
-        return subprocess.Popen(
-            [python, "-c", begin + script],
-            cwd=self.place,
-            env=merged,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self, script: str, python: str = sys.executable, **env: str) -> "subprocess.CompletedProcess[str]":
-        process = self.popen(script, python, **env)
-        out, err = process.communicate(timeout=60)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-    def beats(self) -> tuple[RankBeat, ...]:
-        reading = read_heartbeats(self.directory, ATTEMPT)
-        assert reading.problems == ()
-        return reading.ranks
-
-    def beat(self) -> RankBeat:
-        (only,) = self.beats()
-        return only
-
-    def wait_for(self, condition, process: "subprocess.Popen[str]", patience_s: float = 60) -> RankBeat:
-        """The first record of the running process that satisfies `condition`."""
-        deadline = time.monotonic() + patience_s
-        while True:
-            found = read_heartbeats(self.directory, ATTEMPT).ranks
-            if found and condition(found[0]):
-                return found[0]
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline, f"waited {patience_s} s; seen: {found}"
-            time.sleep(0.02)
-
-
-@pytest.fixture
-def rank(tmp_path: Path) -> Rank:
-    return Rank(tmp_path)
-
-
-def warnings(done: "subprocess.CompletedProcess[str]") -> list[str]:
-    return [line for line in done.stderr.splitlines() if line]
-
+from tests.training_rank import ATTEMPT, BEGIN, SOURCE, VERSIONS, python_of, warnings
 
 # --------------------------------------------------------------------------------------------------- who writes where
 
@@ -101,29 +26,12 @@ def test_a_record_says_who_wrote_it_and_where_it_stands(rank) -> None:
     process.communicate("")
 
 
-def test_slurm_names_the_rank_where_torchrun_does_not(rank) -> None:
-    assert rank.run("", RANK="", LOCAL_RANK="", SLURM_PROCID="9", SLURM_LOCALID="3").returncode == 0
-    assert (rank.beat().rank, rank.beat().local_rank) == (9, 3)
-
-
-def test_torchruns_rank_wins_over_slurms(rank) -> None:
-    assert rank.run("", SLURM_PROCID="0", SLURM_LOCALID="0").returncode == 0
-    assert (rank.beat().rank, rank.beat().local_rank) == (5, 1)
-
-
-def test_an_empty_rank_variable_counts_as_unset(rank) -> None:
-    begin = "import os\nos.environ.update(RANK='', LOCAL_RANK='')\n" + BEGIN
-    process = rank.popen("", begin=begin, SLURM_PROCID="9", SLURM_LOCALID="3")
-    assert process.communicate(timeout=60)[1] == ""
-    assert (rank.beat().rank, rank.beat().local_rank) == (9, 3)
-
-
 def test_two_local_ranks_share_one_file(rank) -> None:
     first = rank.popen("hb.step(1)\nsys.stdin.read()", RANK="4", LOCAL_RANK="0")
     second = rank.popen("hb.step(2)\nsys.stdin.read()", RANK="5", LOCAL_RANK="1")
     for process in (first, second):
         assert process.communicate("", timeout=60)[1] == ""
-    assert [(beat.rank, beat.step, beat.phase) for beat in rank.beats()] == [(4, 1, "done"), (5, 2, "done")]
+    assert [(beat.rank, beat.step, beat.phase) for beat in rank.beats()] == [(4, 1, "shutdown"), (5, 2, "shutdown")]
     assert [path.name for path in rank.directory.iterdir()] == ["n1.hb"]
 
 
@@ -142,13 +50,6 @@ def test_a_slot_is_one_line_of_printable_ascii_of_the_fixed_size(rank) -> None:
     assert slot.endswith("\n")
     assert slot[:-1].isprintable()
     assert read_heartbeats(rank.directory, "1" * 64).problems == ()
-
-
-def test_a_local_rank_that_has_no_slot_is_said_and_not_written(rank) -> None:
-    done = rank.run("hb.step(1)\nprint('trained')", LOCAL_RANK=str(MAX_LOCAL_RANKS))
-    assert done.stdout == "trained\n"
-    assert len(warnings(done)) == 1
-    assert not rank.directory.exists()
 
 
 # ------------------------------------------------------------------------------------------------------ steps, phases
@@ -264,7 +165,7 @@ def test_a_step_that_is_no_number_neither_raises_nor_ends_the_heartbeat(rank, nu
     assert (done.returncode, done.stdout) == (0, "trained\n")
     (line,) = warnings(done)
     assert "step" in line
-    assert (rank.beat().step, rank.beat().phase) == (3, "done")
+    assert (rank.beat().step, rank.beat().phase) == (3, "shutdown")
 
 
 # --------------------------------------------------------------------------------------------------------------- ends
@@ -278,9 +179,45 @@ def test_close_says_done(rank) -> None:
     process.communicate("")
 
 
-def test_a_normal_exit_says_done(rank) -> None:
-    assert rank.run("hb.step(12)").returncode == 0
-    assert (rank.beat().step, rank.beat().phase) == (12, "done")
+WITH = "with hb:\n    hb.step(12)\n    "
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "phase"),
+    [
+        ("hb.step(12)\nhb.close()", 0, "done"),
+        (WITH + "pass", 0, "done"),
+        (WITH + "sys.exit()", 0, "done"),
+        (WITH + "sys.exit(0)", 0, "done"),
+        # Whether it ended well cannot be known: the exit code says it.
+        ("hb.step(12)", 0, "shutdown"),
+        ("hb.step(12)\nsys.exit(1)", 1, "shutdown"),
+        (WITH + "sys.exit(1)", 1, "shutdown"),
+        (WITH + "sys.exit('no GPU')", 1, "shutdown"),
+        # What never comes to the end of Python leaves the phase it was in.
+        ("hb.step(12)\ntime.sleep(0.3)\nos._exit(0)", 0, "step"),
+        (WITH + "time.sleep(0.3)\n    raise RuntimeError('NCCL')", 1, "step"),
+        ("hb.step(12)\nsys.excepthook = lambda *error: None\ntime.sleep(0.3)\nraise RuntimeError('NCCL')", 1, "step"),
+    ],
+)
+def test_only_a_rank_that_says_so_is_done(rank, script, code, phase) -> None:
+    assert rank.run(script).returncode == code
+    assert (rank.beat().step, rank.beat().phase) == (12, phase)
+
+
+def test_an_exception_in_a_block_that_somebody_catches_does_not_end_the_heartbeat(rank) -> None:
+    process = rank.popen(
+        "try:\n    with hb:\n        hb.step(1)\n        raise OSError\nexcept OSError:\n    hb.step(2)\nsys.stdin.read()"
+    )
+    assert rank.wait_for(lambda beat: beat.step == 2, process).phase == "step"
+    process.communicate("")
+
+
+def test_a_heartbeat_made_after_the_last_was_closed_begins_anew(rank) -> None:
+    process = rank.popen("hb.step(9)\nhb.close()\nhb = Heartbeat()\nsys.stdin.read()")
+    beat = rank.wait_for(lambda beat: beat.phase == "startup" and beat.beat == 0, process)
+    assert beat.step == -1
+    process.communicate("")
 
 
 def test_an_uncaught_exception_leaves_the_last_phase(rank) -> None:
@@ -299,78 +236,6 @@ def test_a_kill_leaves_the_last_phase(rank) -> None:
     assert (rank.beat().step, rank.beat().phase) == (12, "checkpoint")
 
 
-FORK = """
-hb.step(1)
-child = os.fork()
-if child == 0:
-    hb.step(99)
-    hb.close()
-    print(hb._thread, len(__import__("threading").enumerate()), flush=True)
-    sys.exit(0)
-os.waitpid(child, 0)
-hb._write()
-sys.stdin.read()
-"""
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_fork_does_not_write_its_parents_slot(rank) -> None:
-    process = rank.popen(FORK, PYTHONWARNINGS="ignore")
-    assert process.stdout.readline() == "None 1\n"
-    beat = rank.wait_for(lambda beat: beat.flush > 1, process)
-    assert (beat.step, beat.phase, beat.pid) == (1, "step", process.pid)
-    out, err = process.communicate("")
-    assert (process.returncode, out, err) == (0, "", "")
-    assert (rank.beat().step, rank.beat().phase) == (1, "done")
-
-
-# --------------------------------------------------------------------------------------------- nowhere to write
-
-
-def test_a_missing_directory_is_made(rank) -> None:
-    assert not rank.directory.parent.exists()
-    done = rank.run("hb.step(1)")
-    assert (done.returncode, done.stderr, rank.beat().step) == (0, "", 1)
-
-
-def in_the_way(rank: Rank) -> str:
-    rank.directory.parent.write_text("a file where a directory should be")
-    return str(rank.directory)
-
-
-def full_disk(rank: Rank) -> str:
-    rank.directory.mkdir(parents=True)
-    (rank.directory / "n1.hb").symlink_to("/dev/full")
-    return str(rank.directory)
-
-
-@pytest.mark.parametrize("place", [in_the_way, full_disk, lambda rank: "/proc/no-place/to-write"])
-def test_a_place_that_cannot_be_written_is_said_once_and_training_goes_on(rank, place) -> None:
-    done = rank.run(
-        "for n in range(50):\n    hb.step(n); hb._write()\nprint('trained')", KREA_HEARTBEAT_DIR=place(rank)
-    )
-    assert (done.returncode, done.stdout) == (0, "trained\n")
-    (line,) = warnings(done)
-    assert line.startswith("krea_runner heartbeat, rank 5: cannot write ")
-
-
-def test_training_goes_on_without_a_standard_error(rank) -> None:
-    in_the_way(rank)
-    script = "sys.stderr = None\nhb._write(); hb.step(1); hb._warn('x')\nprint('trained')"
-    assert rank.run(script).stdout == "trained\n"
-
-
-@pytest.mark.parametrize("missing", ["KREA_HEARTBEAT_DIR", "KREA_ATTEMPT"])
-def test_without_its_environment_the_heartbeat_does_nothing(rank, missing) -> None:
-    script = (
-        "import threading\nhb.step(1)\nwith hb.phase('x', budget='1m'): hb.beat()\n"
-        "print(len(threading.enumerate()))\nhb.close()"
-    )
-    done = rank.run(script, **{missing: ""})
-    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
-    assert not rank.directory.parent.exists()
-
-
 # --------------------------------------------------------------------------------------------------- copied by itself
 
 
@@ -382,32 +247,37 @@ def test_the_file_imports_nothing_but_the_standard_library() -> None:
     assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names
 
 
-def python_of(version: str) -> str | None:
-    """A working interpreter of that version on PATH or among pyenv's."""
-    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    found = [
-        shutil.which(f"python{version}"),
-        *sorted(map(str, root.glob(f"versions/{version}.*/bin/python{version}"))),
-    ]
-    check = f"import sys; sys.exit('%d.%d' % sys.version_info[:2] != '{version}')"
-    for python in filter(None, found):
-        # A shim of pyenv is on PATH also for versions that are not chosen there.
-        if subprocess.run([python, "-c", check], capture_output=True, check=False).returncode == 0:
-            return python
-    return None
+EVERYTHING = """
+import signal, subprocess, threading
+print("%d.%d" % sys.version_info[:2], flush=True)
+signal.signal(signal.SIGALRM, lambda *_: hb.beat())
+signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+def work():
+    for n in range(500):
+        with hb.phase("checkpoint", budget="15m"):
+            hb.step(1)
+threads = [threading.Thread(target=work) for _ in range(3)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+signal.setitimer(signal.ITIMER_REAL, 0)
+assert subprocess.call([sys.executable, "-c", "from heartbeat import Heartbeat; Heartbeat().beat()"]) == 0
+if os.fork() == 0:
+    hb.beat(); hb.close(); sys.exit(3)
+assert os.wait()[1] >> 8 == 3
+print(hb._open, hb._phase[0])
+hb.step(2)
+sys.exit(1)
+"""
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_file_alone_works_on_every_python(rank, version) -> None:
     python = python_of(version)
     if python is None:
-        pytest.skip(f"no python{version} on PATH or under $PYENV_ROOT/versions: heartbeat.py is NOT tested on it")
-    script = (
-        "hb.step(1)\nwith hb.phase('checkpoint', budget='15m'):\n    print('%d.%d' % sys.version_info[:2])\nhb.step(2)"
-    )
-    done = rank.run(script, python)
-    assert (done.returncode, done.stdout, done.stderr) == (0, version + "\n", "")
-    assert (rank.beat().step, rank.beat().phase) == (2, "done")
+        pytest.skip(f"no python{version} on PATH, under $PYENV_ROOT or made: heartbeat.py is NOT tested on it")
+    done = rank.run(EVERYTHING, python, PYTHONWARNINGS="ignore")
+    assert (done.returncode, done.stdout, done.stderr) == (1, f"{version.removesuffix('t')}\n[] step\n", "")
+    assert (rank.beat().step, rank.beat().phase) == (2, "shutdown")
 
 
 MAIN = """
@@ -432,3 +302,21 @@ def test_the_c_of_the_reference_page_writes_what_the_reader_reads(tmp_path) -> N
     (beat,) = reading.ranks
     assert (beat.rank, beat.local_rank, beat.beat, beat.flush, beat.step) == (5, 1, 812, 340, 790)
     assert (beat.phase, beat.phase_budget_s) == ("checkpoint", None)
+
+
+def test_the_ranks_stack_may_be_read_where_yama_would_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ctypes
+    from unittest.mock import MagicMock
+
+    libc = MagicMock()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: libc)
+    heartbeat._allow_stacks()
+    option, who, *rest = libc.prctl.call_args.args
+    assert (option.value, who.value, rest) == (0x59616D61, 2**64 - 1, [0, 0, 0])  # linux/prctl.h: PR_SET_PTRACER, _ANY
+
+
+def test_a_python_without_ctypes_beats_all_the_same(rank) -> None:
+    begin = "import sys\nsys.modules['ctypes'] = None\n" + BEGIN
+    assert rank.popen("hb.step(3); hb.close()", begin=begin).wait(20) == 0
+    (beat,) = read_heartbeats(rank.directory, ATTEMPT).ranks
+    assert beat.step == 3

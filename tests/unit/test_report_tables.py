@@ -14,6 +14,7 @@ from krea_runner.model import (
     CheckpointReading,
     Decision,
     DecisionKind,
+    Diagnosis,
     Finding,
     HeartbeatReading,
     Incident,
@@ -62,6 +63,28 @@ def test_incident_in_a_pipe_is_one_line_with_every_column() -> None:
         "2027-01-15T07:58:20Z", "llm", "4711.r2", "128", "hang", "rank_stopped", "n2", "8", "10.0s", "41.0s", "REQUEUE",
         "from step 120, same job; restart 1 of 20", "hang: rank 3 on n2 stopped: neither beats nor flushes",
     ]  # fmt: skip
+
+
+def test_what_the_logs_say_takes_the_place_of_how_it_showed() -> None:
+    told = Diagnosis(
+        "gpu_fell_off_bus", "restart_and_exclude_node", "a GPU fell off the bus", confidence="high", nodes=("n7",),
+        first="logs/4711.r2/node-0.log:9: CUDA error",
+    )  # fmt: skip
+    finding = dataclasses.replace(make_incident().finding, diagnosis=told)
+    sheet = history_sheet([make_incident(finding=finding)], now=NOW)
+    _, line = plain_lines(sheet)
+    assert line.split()[5:7] == ["gpu_fell_off_bus", "n7"]
+    why = "a GPU fell off the bus, suspect node n7: logs/4711.r2/node-0.log:9: CUDA error"
+    assert line.endswith(f"{finding.summary}; {why}")
+    assert " ".join(" ".join(on_terminal(sheet)).split()).count(why) == 1
+    unsure = dataclasses.replace(told, confidence="medium")
+    _, line = plain_lines(
+        history_sheet([make_incident(finding=dataclasses.replace(finding, diagnosis=unsure))], now=NOW)
+    )
+    assert line.split()[5:7] == ["gpu_fell_off_bus", "n2"]
+    assert "a GPU fell off the bus (medium confidence)" in line
+    silent = dataclasses.replace(finding, diagnosis=Diagnosis("unknown_failure"))
+    assert silent.line == finding.summary
 
 
 def test_what_is_not_known_is_a_dash() -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import subprocess
+import zipfile
 
 import pytest
 
@@ -12,6 +13,7 @@ from krea_runner.launch.render import render
 from krea_runner.model import (
     Attempt,
     AttemptKey,
+    CheckpointReading,
     CheckpointSpec,
     Decision,
     DecisionKind,
@@ -20,8 +22,9 @@ from krea_runner.model import (
     Snapshot,
     Symptom,
 )
-from krea_runner.observe.resumed import read_left, resumed_step
+from krea_runner.observe.resumed import left_mark, read_left, resumed_step
 from krea_runner.rundir import RunDir
+from krea_runner.supervise.start_from import start_of
 from krea_runner.supervise.step_back import stepped_back
 from tests.unit.conftest import make_config, make_run
 
@@ -69,19 +72,20 @@ def case(tmp_path):
     def judge(spec=spec, decision=REQUEUE, **more):
         run = make_run(dataclasses.replace(config, checkpoint=spec))
         snapshot = Snapshot(run=run, wall_at=NOW + 300, mono=0.0, attempt=attempts[-1])
-        return stepped_back(snapshot, attempts[-1], finding, decision, earlier, attempts, **more)
+        start = start_of(run.config, CheckpointReading(), now=NOW, **more)
+        return stepped_back(snapshot, attempts[-1], finding, decision, earlier, attempts, start, **more)
 
     return config, run_dir, spec, judge
 
 
 def test_it_steps_back_and_says_so_in_the_decision(case) -> None:
-    _, run_dir, _, judge = case
+    _, run_dir, spec, judge = case
     said = judge().reason
     assert (
         said
         == "died 2 times soon after loading step 30: stepping back to step 20; from step 20, same job; restart 2 of 20"
     )
-    assert read_left(run_dir) == {"step_30"}
+    assert read_left(run_dir) == {left_mark(spec, spec.directory / "step_30")}
 
 
 def test_it_is_not_done_unless_asked_for(case) -> None:
@@ -133,8 +137,49 @@ def test_the_batch_script_names_the_newest_whole_one_that_was_not_left(case, tmp
     (spec.directory / "step_9").mkdir()
     (spec.directory / "step_9" / "COMPLETE").touch()  # by number, not by name
     assert resumed(config, tmp_path) == (str(spec.directory / "step_30"), 30)
-    run_dir.left_checkpoints.write_text("step_30\n")
+    run_dir.left_checkpoints.write_text(left_mark(spec, spec.directory / "step_30") + "\n")
     assert resumed(config, tmp_path) == (str(spec.directory / "step_20"), 20)
+    os.utime(spec.directory / "step_30" / "COMPLETE", (NOW, NOW))  # written again
+    assert resumed(config, tmp_path) == (str(spec.directory / "step_30"), 30)
+
+
+def torch_file(path, *, whole=True) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02}.")
+    if not whole:
+        path.write_bytes(path.read_bytes()[:-30])
+
+
+def test_one_that_says_it_is_whole_and_is_not_is_not_loaded_and_that_is_said(case, tmp_path) -> None:
+    config, run_dir, spec, _ = case
+    for step in (20, 30):
+        torch_file(spec.directory / f"step_{step}" / "model.pt", whole=step == 20)
+    start = start_of(config, CheckpointReading(), now=NOW)
+    assert (start.step, start.note.partition(":")[0]) == (20, "step_30 is broken, not loaded")
+    assert resumed(config, tmp_path) == (str(spec.directory / "step_20"), 20)
+    torch_file(spec.directory / "step_30" / "model.pt")  # mended
+    assert start_of(config, CheckpointReading(), now=NOW).step == 30
+    assert run_dir.broken_checkpoints.read_text() == ""
+    assert resumed(config, tmp_path) == (str(spec.directory / "step_30"), 30)
+
+
+def test_where_no_checkpoint_looks_whole_the_users_own_rule_is_trusted(case, tmp_path) -> None:
+    config, run_dir, spec, _ = case
+    for step in (20, 30):
+        (spec.directory / f"step_{step}" / "model.pt").write_bytes(
+            b"a form of their own, that only has the same ending"
+        )
+    assert start_of(config, CheckpointReading(), now=NOW).step == 30
+    assert not run_dir.broken_checkpoints.exists()
+    assert resumed(config, tmp_path) == (str(spec.directory / "step_30"), 30)
+
+
+def test_a_dry_run_writes_nothing_of_broken_ones_either(case) -> None:
+    config, run_dir, spec, _ = case
+    torch_file(spec.directory / "step_20" / "model.pt")
+    torch_file(spec.directory / "step_30" / "model.pt", whole=False)
+    assert start_of(config, CheckpointReading(), now=NOW, dry_run=True).step == 20
+    assert not run_dir.broken_checkpoints.exists()
 
 
 @pytest.mark.parametrize("pattern", ['it\'s {step} "x"', "a*b?[{step}]", "$(touch CANARY){step}", "{step}"])

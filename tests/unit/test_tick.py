@@ -79,6 +79,12 @@ class Says:
         self.asked.append("start_now")
         self.record = dataclasses.replace(RUNNING, restart_count=self.record.restart_count)
 
+    def run_beside(self, job_id: str, nodes: Sequence[str], argv: Sequence[str], *, timeout_s: float, user: str = ""):
+        raise SchedulerUnavailable("the nodes are not asked here")
+
+    def end_beside(self, job_id: str) -> None:
+        pass
+
     def cancel(self, job_id: str) -> None:
         self.asked.append("cancel")
         self.record = ended(JobState.CANCELLED)

@@ -10,9 +10,12 @@ import pytest
 import sqlalchemy as sa
 
 from krea_runner.errors import ConfigError, HistoryError, KreaRunnerError, SchedulerError, SchedulerUnavailable
+from krea_runner.history.exclusions import add_exclusions
 from krea_runner.history.schema import attempts
+from krea_runner.history.store import open_history
 from krea_runner.launch.submit import submit
 from krea_runner.model import ActionKind, AttemptKey, JobRecord, JobState, Policy, RunState
+from krea_runner.schedulers import NodeRecord, Placement
 from krea_runner.supervise.act import SUBMIT_AGAIN_S
 from krea_runner.supervise.supervisor import TickReport
 from krea_runner.supervise.tick import tick
@@ -417,6 +420,30 @@ def test_a_directory_is_not_taken_again_before_its_last_job_is_ended(desk: Desk,
     desk.history.create_run(again, user="alice", tag="t2", now=1.0)
 
 
+def test_the_first_submission_too_is_kept_off_what_is_excluded_from_all_runs(tmp_path: Path, clock: FakeClock) -> None:
+    history, offs, said = open_history(tmp_path / "state"), [], []
+
+    class Submits(Says):
+        def nodes(self, names: Sequence[str] | None = None) -> dict[str, NodeRecord]:
+            return {name: NodeRecord(name, "IDLE") for name in ("n1", "n2", "n3")}
+
+        def placements(self, job_ids: Sequence[str]) -> dict[str, Placement]:
+            assert not job_ids
+            return {}
+
+        def submit(self, script: Path, *, tag: str, excluded: Sequence[str] = ()) -> str:
+            offs.append(list(excluded))
+            return "7"
+
+    add_exclusions(
+        history, ["n1"], run_id=None, user="alice", reason="Xid 79", who="h", now=clock.wall(), expires_at=None
+    )
+    for user in ("alice", "bob"):
+        config = make_config(tmp_path, scheduler="slurm", run_dir=tmp_path / user, name=user, slug=user)
+        submit(config, b"", history=history, scheduler=Submits(), user=user, clock=clock, tell=said.append)
+    assert (offs, said) == ([["n1"], []], ["off n1"])
+
+
 def test_a_directory_is_the_same_through_a_link(desk: Desk, tmp_path: Path) -> None:
     config = desk.history.run(desk.run_id).config
     (tmp_path / "link").symlink_to(config.run_dir.parent)
@@ -426,8 +453,6 @@ def test_a_directory_is_the_same_through_a_link(desk: Desk, tmp_path: Path) -> N
 
 
 def test_what_may_hold_keys_is_the_users_alone_to_read(tmp_path: Path, clock: FakeClock) -> None:
-    from krea_runner.history.store import open_history
-
     history = open_history(tmp_path / "state")
     config = make_config(tmp_path, scheduler="slurm")
     submit(config, b"", history=history, scheduler=Says(), user="alice", clock=clock)
