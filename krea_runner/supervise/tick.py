@@ -45,6 +45,7 @@ from krea_runner.supervise.collect import begin_collections
 from krea_runner.supervise.diagnosis import diagnosed, keep_diagnosis, refine
 from krea_runner.supervise.evidence import evidence_document, write_evidence
 from krea_runner.supervise.lease import take_leases
+from krea_runner.supervise.saving import new_warnings
 from krea_runner.supervise.start_from import start_of
 from krea_runner.supervise.step_back import stepped_back
 from krea_runner.supervise.submissions import LOST_SUBMISSION_S, end_ghosts, find_submission
@@ -227,10 +228,11 @@ def _tick_run(
             history.save_observations((attempt, snapshot.watch))
         _remember(supervisor, attempt, snapshot.watch)
         note_recovery(history, run, before, snapshot)
+    warned = new_warnings(supervisor, snapshot) if quiet else []
     if quiet:
         report.snapshots.append(snapshot)
         text = hang.line if job.state is JobState.RUNNING else queue_line(job)
-        return RunLine(run, text, blind=hang.blind, news=newly_slow)
+        return RunLine(run, "; ".join([text, *warned]), blind=hang.blind, news=newly_slow or bool(warned))
     return line or _conclude(supervisor, snapshot, attempt, finding or hang.finding, lease)
 
 
