@@ -52,8 +52,13 @@ class RunDir:
 
     @property
     def left_checkpoints(self) -> Path:
-        """Names of checkpoints that no attempt is to start from any more, one a line; read by the batch script."""
+        """Checkpoints that no attempt is to start from any more, `NAME/MTIME` one a line; read by the batch script."""
         return self.root / "checkpoints.left"
+
+    @property
+    def broken_checkpoints(self) -> Path:
+        """Likewise those that say they are whole and were found not to be; written anew at each look."""
+        return self.root / "checkpoints.broken"
 
     def incident(self, attempt: AttemptKey) -> Path:
         return self.root / "incidents" / str(attempt)

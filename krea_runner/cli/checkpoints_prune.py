@@ -42,24 +42,25 @@ def prune(
     from krea_runner.decide.retention import Candidate, Kept, retention
     from krea_runner.errors import KreaRunnerError
     from krea_runner.report.words import one_line
-    from krea_runner.supervise.prune import delete, metric_of, protected_steps, sweep
+    from krea_runner.supervise.prune import delete, left_names, metric_of, protected_steps, runs_with, sweep
 
     if bool(keep_best) != bool(metric):
-        raise KreaRunnerError("--keep-best and --metric go together", hint="e.g. --keep-best 2 --metric val_loss")
+        raise typer.BadParameter("--keep-best and --metric go together, e.g. --keep-best 2 --metric val_loss")
     if not (keep_last or keep_every or keep_best or unfinished):
-        raise KreaRunnerError("no rule is given, so nothing may go", hint="e.g. --keep-last 3 --keep-every 10000")
+        raise typer.BadParameter("no rule is given, so nothing may go; e.g. --keep-last 3 --keep-every 10000")
     directory = place_of(where).directory
     listed = look(where, most=None, headers=True)
     if listed.could_not_see:
         raise KreaRunnerError(f"could not see {directory}: {listed.could_not_see}; nothing is deleted")
     history, user = context.history_if_any(), context.current_user()
-    needed = protected_steps(history, directory, listed.found, user=user)
+    live = runs_with(history, directory, user=user)
+    needed = protected_steps(history, live, directory, listed.found)
     candidates = [
         Candidate(one.name, one.step, one.state, metric_of(one, metric) if metric else None) for one in listed.found
     ]
     rules = Kept(last=keep_last, every=keep_every, best=keep_best, highest=highest, unfinished=not unfinished)
     itself = {one.name: "it is the directory itself" for one in listed.found if one.path == directory}
-    fates = retention(candidates, rules, protected=itself, needed=needed)
+    fates = retention(candidates, rules, protected=itself, needed=needed, left=left_names(live, listed.found))
     going = {fate.name for fate in fates if fate.goes}
     freed = sum(one.size_bytes for one in listed.found if one.name in going)
     if really:
@@ -106,10 +107,12 @@ def resume(
     from krea_runner.report.checkpoints import checkpoint_document, newest_whole
     from krea_runner.report.words import one_line
     from krea_runner.supervise.pointers import judge_pointer, set_pointer
+    from krea_runner.supervise.prune import left_names
 
     place = place_of(where)
     listed = look(where, most=None, headers=True)
-    newest = newest_whole([one for one in listed.found if one.name not in left_behind(place.run)])
+    left = left_names([place.run] if place.run else [], listed.found)
+    newest = newest_whole([one for one in listed.found if one.name not in left])
     pointer = judge_pointer(place.directory, listed.found, newest)
     fixed = fix and pointer is not None and pointer.wanted is not None
     if fixed and pointer is not None:
@@ -135,12 +138,3 @@ def resume(
         raise typer.Exit(CANNOT_SEE)
     if newest is None or (pointer is not None and pointer.wanted is not None and not fixed):
         raise typer.Exit(1)
-
-
-def left_behind(run: object) -> frozenset[str]:
-    """Names of those that the run has stepped back from."""
-    from krea_runner.model import Run
-    from krea_runner.observe.resumed import read_left
-    from krea_runner.rundir import RunDir
-
-    return read_left(RunDir(run.config.run_dir)) if isinstance(run, Run) else frozenset()

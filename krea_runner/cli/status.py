@@ -37,7 +37,9 @@ def status(
     from krea_runner.cli.output import print_json, print_sheet
     from krea_runner.clock import SystemClock
     from krea_runner.errors import NotFound
+    from krea_runner.report.saving import saving_document
     from krea_runner.report.tables import status_sheet
+    from krea_runner.supervise.saving import saves_of
 
     history, user, clock = context.history_if_any(), context.current_user(), SystemClock()
     if history is None and run is not None:
@@ -58,7 +60,11 @@ def status(
     if as_json:
         print_json(
             {
-                "runs": [view_document(view) for view in looked.views],
+                "runs": [
+                    view_document(view)
+                    | saving_document(saves_of(view.snapshot) if run is not None else None, view.warned)
+                    for view in looked.views
+                ],
                 "could_not_ask": list(looked.unasked),
                 "supervisor": None if tick is None else _tick_document(tick, now),
             }
@@ -141,6 +147,7 @@ def _view(
     clock: Any,
 ) -> "RunView":
     from krea_runner.errors import FilesUnavailable
+    from krea_runner.history.warnings import list_warnings
     from krea_runner.model import Snapshot
     from krea_runner.observe.snapshot import observe
     from krea_runner.report.status import view_run
@@ -152,7 +159,7 @@ def _view(
     except FilesUnavailable as error:
         why = blind or f"could not see: {error}"
         snapshot = Snapshot(run=run, wall_at=clock.wall(), mono=clock.mono(), job=job, attempt=attempt, blind=why)
-    return view_run(
+    view = view_run(
         snapshot,
         memory,
         attempts=attempts,
@@ -160,6 +167,7 @@ def _view(
         action=history.open_action(run.run_id),
         epoch_id=clock.epoch_id(),
     )
+    return replace(view, warned=tuple(list_warnings(history, run.run_id, open_only=True)))
 
 
 def _of_interest(runs: Sequence["Run"], now: float) -> list["Run"]:
@@ -192,12 +200,18 @@ def supervisor_line(tick: "TickRecord | None", now: float) -> str:
 
 
 def _print_block(view: "RunView", now: float, caption: str) -> None:
+    from krea_runner.report.saving import saving_lines
     from krea_runner.report.tables import run_block
     from krea_runner.report.words import local_time, one_line, utc_time
+    from krea_runner.supervise.saving import saves_of
 
     terminal = sys.stdout.isatty()
     when = partial(local_time, now=now) if terminal else utc_time
-    lines = [*run_block(view, now=now, when=when), ("supervisor", caption.removeprefix("supervisor "), "")]
+    saving = saving_lines(saves_of(view.snapshot), view.warned, now)
+    lines = [
+        *run_block(view, now=now, when=when, saving=saving),
+        ("supervisor", caption.removeprefix("supervisor "), ""),
+    ]
     width = max(len(label) for label, _, _ in lines)
     if not terminal:
         typer.echo("\n".join(f"{label:{width}}  {one_line(text)}" for label, text, _ in lines))

@@ -255,6 +255,8 @@ TABLES: dict[str, tuple[Key, ...]] = {
         Key("dir", path, "Where checkpoints are; relative to workdir. Without it, lost steps are not known.", "none"),
         Key("pattern", pattern, "The name of one checkpoint, {step} where its number stands.", "step_{step}"),
         Key("complete", file_name, "A file inside it that exists once it is whole; empty: its name is enough.", "COMPLETE"),
+        Key("step_back", yes_or_no, "After two deaths within ten minutes of loading the same one, go on from the one before it. "
+            "The training script must load `$KREA_RESUME_FROM`; the run directory must be mounted here.", "false"),
     ),
     "progress": (
         Key("pattern", progress_pattern, "What the log says at each step: a preset (" + ", ".join(f"`{p}`" for p in PRESETS)

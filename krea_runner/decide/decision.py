@@ -35,6 +35,8 @@ class Case:
     checkpoint_step: int | None
     exit_codes: frozenset[int]
     now: float
+    checkpoints_unseen: bool = False
+    """They could not be looked at: `checkpoint_step` None says nothing then."""
     requeue_allowed: bool | None = None
     """False also when Slurm has forgotten the job."""
     back_in_queue: bool = False
@@ -137,6 +139,8 @@ _RULES: tuple[Callable[[Case], Decision | None], ...] = (
 
 def _restart(case: Case) -> Decision:
     source = "from the start" if case.checkpoint_step is None else f"from step {case.checkpoint_step}"
+    if case.checkpoint_step is None and case.checkpoints_unseen:
+        source = "from where the script finds its last checkpoint (could not see the checkpoints)"
     kind, how = DecisionKind.REQUEUE, "same job"
     if case.held_by in {"launch", "crash"}:
         how = "Slurm has requeued it and holds it: released"

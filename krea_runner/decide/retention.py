@@ -37,11 +37,14 @@ class Fate:
 
 
 def retention(
-    candidates: Sequence[Candidate], kept: Kept, *, protected: Mapping[str, str], needed: Collection[int] = ()
-) -> list[Fate]:
-    """One Fate each, in the order given. `protected`: names and why; `needed`: steps that a live attempt has loaded.
+    candidates: Sequence[Candidate], kept: Kept, *, protected: Mapping[str, str], needed: Collection[int] = (),
+    left: Collection[str] = (),
+) -> list[Fate]:  # fmt: skip
+    """One Fate each, in the order given. `protected`: names and why; `needed`: steps that a live attempt has loaded; `left`:
+    names of those that a run has stepped back from.
 
-    The newest whole one is always kept, and so is the one before it: a run may have to step back to it.
+    The newest whole one is always kept, and so is the one before it, of those that were not left: a run may have to step back
+    to it.
     """
     whole = sorted(
         (one for one in candidates if one.state == "whole" and one.step is not None), key=_step, reverse=True
@@ -50,7 +53,10 @@ def retention(
     for one in candidates:
         if one.step is not None and one.step in needed:
             reasons.setdefault(one.name, "a live attempt has loaded it")
-    for one, why in zip(whole, ("the newest whole one", "what a run would step back to"), strict=False):
+    for one in whole[:1]:
+        reasons.setdefault(one.name, "the newest whole one")
+    usable = [one for one in whole if one.name not in left]
+    for one, why in zip(usable, ("what a run resumes from", "what a run would step back to"), strict=False):
         reasons.setdefault(one.name, why)
     rules = {one.name: f"one of the last {kept.last}" for one in whole[: kept.last]}
     if kept.best:

@@ -16,7 +16,7 @@ from sqlalchemy import (
     text,
 )
 
-HEAD = "0004"
+HEAD = "0005"
 
 metadata = MetaData()
 
@@ -144,4 +144,18 @@ exclusions = Table(
     Column("who", Text, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float),
+)
+
+# One row an episode; without `ended_at` it goes on.
+warnings = Table(
+    "warnings",
+    metadata,
+    Column("warning_id", Integer, primary_key=True),
+    Column("run_id", Integer, ForeignKey("runs.run_id"), nullable=False),
+    Column("attempt", Text, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("text", Text, nullable=False),
+    Column("began_at", Float, nullable=False),
+    Column("ended_at", Float),
+    Index("warnings_by_run", "run_id"),
 )

@@ -44,6 +44,7 @@ def render(config: RunConfig) -> str:
             run_dir=str(run_dir.root),
             argv=_argv(config.command),
             notice_s=_notice_s(config),
+            checkpoint=dict(zip(("before", "after"), config.checkpoint.pattern.split("{step}"), strict=True)),
         )
     )
 

@@ -9,11 +9,12 @@ from krea_runner.clock import Clock
 from krea_runner.errors import KreaRunnerError, SchedulerUnavailable
 from krea_runner.history.store import History
 from krea_runner.launch.render import render
-from krea_runner.model import Run, RunConfig, RunState
+from krea_runner.model import CheckpointReading, Run, RunConfig, RunState
 from krea_runner.proc import packed
 from krea_runner.rundir import RunDir
 from krea_runner.schedulers import Scheduler
 from krea_runner.supervise.exclude import Places, submit_elsewhere
+from krea_runner.supervise.start_from import start_of
 from krea_runner.transport.mirror import put_files
 
 
@@ -28,7 +29,7 @@ def submit(
     tell: Callable[[str], None] = lambda _: None,
 ) -> Run:
     """Record the intent, prepare the directory, queue the job off the nodes that the user has excluded from all runs, record
-    its id. `tell` is given what is to be said of those nodes.
+    its id. `tell` is given what is to be said of those nodes, and of checkpoints that will not be loaded.
 
     Raises: HistoryError when the directory has a live run; SchedulerUnavailable when no answer came: the run stays
     SUBMITTING and the supervisor looks for its tag; any other KreaRunnerError: nothing was queued, the run is STOPPED.
@@ -37,6 +38,7 @@ def submit(
     run = history.create_run(config, user=user, tag=tag, now=clock.wall())
     try:
         script = prepare(config, source)
+        start = start_of(config, CheckpointReading(), now=clock.wall())
         job_id, off = submit_elsewhere(Places(scheduler, ()), run, script, "", history, clock.wall())
     except SchedulerUnavailable as error:
         error.hint = (
@@ -47,8 +49,8 @@ def submit(
     except KreaRunnerError as error:
         history.set_run_state(run.run_id, RunState.STOPPED, f"not submitted: {error}", now=clock.wall())
         raise
-    if off:
-        tell(off)
+    for said in filter(None, (off, start.note)):
+        tell(said)
     if not history.set_submitted(run.run_id, job_id, now=clock.wall()):
         scheduler.cancel(job_id)
         raise KreaRunnerError(

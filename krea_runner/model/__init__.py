@@ -35,6 +35,7 @@ from krea_runner.model.observation import (
     Watch,
 )
 from krea_runner.model.run import Attempt, Run, RunState
+from krea_runner.model.saves import Saves, Warned
 from krea_runner.model.settings import (
     SCHEDULERS,
     Budgets,
@@ -83,11 +84,13 @@ __all__ = [
     "Run",
     "RunConfig",
     "RunState",
+    "Saves",
     "ScriptEnd",
     "Snapshot",
     "SourceReading",
     "SourceWatch",
     "Suspect",
     "Symptom",
+    "Warned",
     "Watch",
 ]

@@ -82,6 +82,8 @@ class JobRecord:
     started_at: float | None = None
     """For a pending job, when Slurm means to start it: 121 s ahead after a requeue."""
     ended_at: float | None = None
+    limit_at: float | None = None
+    """When its time limit ends it, of a running job."""
     nodelist: str = ""
     """Folded, as Slurm prints it; empty while pending."""
     batch_node: str = ""

@@ -53,6 +53,8 @@ class CheckpointSpec:
     directory: Path | None = None
     pattern: str = "step_{step}"
     complete: str = "COMPLETE"
+    step_back: bool = False
+    """Leave a checkpoint for the one before it, after two deaths soon after loading it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ import os
 import stat
 from pathlib import Path
 
-from krea_runner.model import AttemptKey
+from krea_runner.model import AttemptKey, CheckpointSpec
 from krea_runner.rundir import RunDir
 
 MOST_BYTES = 64 << 10
@@ -40,5 +40,14 @@ def _start_of(path: Path) -> str:
 
 
 def read_left(run_dir: RunDir) -> frozenset[str]:
-    """Names of checkpoints that nobody resumes from any more: stepped back from, after deaths soon after loading them."""
+    """Marks of the checkpoints that nobody resumes from any more: stepped back from, after deaths soon after loading them."""
     return frozenset(line for line in _start_of(run_dir.left_checkpoints).splitlines() if line)
+
+
+def left_mark(spec: CheckpointSpec, path: Path) -> str:
+    """Name and time of a checkpoint, as the batch script makes it too: one that is written again is another. Empty where it
+    cannot be looked at."""
+    try:
+        return f"{path.name}/{int((path / spec.complete if spec.complete else path).stat().st_mtime)}"
+    except OSError:
+        return ""

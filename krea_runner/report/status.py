@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from krea_runner.decide.decision import restarts_in_window
 from krea_runner.diagnose.end import diagnose_end
 from krea_runner.diagnose.hang import judge_hang
-from krea_runner.model import Action, Attempt, Incident, JobState, RunState, Snapshot, SourceWatch, Watch
+from krea_runner.model import Action, Attempt, Incident, JobState, RunState, Snapshot, SourceWatch, Warned, Watch
 from krea_runner.report.words import ago
 
 
@@ -26,6 +26,8 @@ class RunView:
     """How long no beat has been seen to move by anybody who looked; None when this is the first look."""
     last_incident: Incident | None = None
     action: Action | None = None
+    warned: tuple[Warned, ...] = ()
+    """Of how it saves, what a person should look at now."""
 
     @property
     def step(self) -> int | None:

@@ -266,6 +266,7 @@ def run_notes(view: RunView, now: float, when: Callable[[float | None], str]) ->
         notes.append(Note(f"… and {len(problems) - 2} more: krea-runner status {reference(run)}", "yellow"))
     if snapshot.checkpoints.incomplete:
         notes.append(Note(f"checkpoint not whole: {_some(snapshot.checkpoints.incomplete)}"))
+    notes += [Note(f"warning: {one.text}", "yellow") for one in view.warned]
     if view.last_incident is not None:
         notes.append(Note(_last_incident(view.last_incident, when)))
     return notes
@@ -284,8 +285,11 @@ def _last_incident(incident: Incident, when: Callable[[float | None], str]) -> s
     return f"last incident {when(incident.noticed_at)}: {finding.symptom}{why}{where}{step} → {incident.decision.kind}"
 
 
-def run_block(view: RunView, *, now: float, when: Callable[[float | None], str]) -> list[tuple[str, str, str]]:
-    """Label, text and style of the lines that say all about one run; without a label a line continues the last."""
+def run_block(
+    view: RunView, *, now: float, when: Callable[[float | None], str], saving: Sequence[tuple[str, str, str]] = ()
+) -> list[tuple[str, str, str]]:
+    """Label, text and style of the lines that say all about one run; without a label a line continues the last. `saving`:
+    lines about how it saves."""
     run, snapshot = view.snapshot.run, view.snapshot
     job, checkpoints = snapshot.job, snapshot.checkpoints
     policy = run.config.policy
@@ -312,6 +316,7 @@ def run_block(view: RunView, *, now: float, when: Callable[[float | None], str])
     lines.append(("saved", f"step {newest.step}, {newest.path}" if newest else "no whole checkpoint", ""))
     if checkpoints.incomplete:
         lines.append(("", f"not whole: {_some(checkpoints.incomplete)}", "yellow"))
+    lines += saving
     lines += [("unseen" if index == 0 else "", text, "yellow") for index, text in enumerate(snapshot.problems)]
     used = f"{view.restarts_used} of {policy.max_restarts} in {seconds(policy.window_s)}"
     lines.append(("restarts", used, ""))

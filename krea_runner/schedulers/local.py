@@ -76,6 +76,7 @@ class LocalScheduler:
             submitted_at=job.submitted_at,
             started_at=job.eligible_at if job.state.is_queued else job.started_at,
             ended_at=job.ended_at,
+            limit_at=_limit_at(job),
             nodelist=job.nodelist if not job.state.is_queued else "",
             batch_node=job.nodes[0],
             requeue_allowed=job.requeue,
@@ -316,6 +317,11 @@ def _directives(script: str) -> Iterator[str]:
             yield line.removeprefix("#SBATCH")
         elif line.strip() and not line.startswith("#"):
             return
+
+
+def _limit_at(job: LocalJob) -> float | None:
+    is_running = job.state is JobState.RUNNING and job.started_at is not None
+    return job.started_at + job.time_limit_s if is_running and job.started_at and job.time_limit_s else None
 
 
 def _time_limit(text: str) -> float | None:

@@ -55,7 +55,8 @@ def _job(row: str) -> JobRecord:
             signal=number,
             submitted_at=_epoch(submitted),
             started_at=_epoch(started),
-            ended_at=_epoch(ended) if state.is_ended else None,  # of a running job: when its time limit will end it
+            ended_at=_epoch(ended) if state.is_ended else None,
+            limit_at=_epoch(ended) if state is JobState.RUNNING else None,
             nodelist=_text(nodelist),
             batch_node=_text(batch_host),
             requeue_allowed={"0": False, "1": True}.get(requeue),

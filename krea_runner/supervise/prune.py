@@ -13,27 +13,33 @@ from krea_runner.model import Run, RunState
 from krea_runner.observe.checkpoints.contents import read_json
 from krea_runner.observe.checkpoints.examine import DELETED, Examined, State, pointed_at
 from krea_runner.observe.checkpoints.tree import CheckpointError, walk
-from krea_runner.observe.resumed import resumed_step
+from krea_runner.observe.resumed import left_mark, read_left, resumed_step
 from krea_runner.rundir import RunDir
 
 _VALUE = re.compile(r"([A-Za-z][\w/.]*)=(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)")
 
 
-def protected_steps(history: History | None, directory: Path, found: Sequence[Examined], *, user: str) -> set[int]:
-    """What live attempts of any run with this checkpoint directory have loaded: by their batch script's word, and, as that may
-    be missing, what was the newest whole one when they started. And what a pointer file names."""
+def runs_with(history: History | None, directory: Path, *, user: str) -> list[Run]:
+    """Those that may start again and have their checkpoints there."""
+    states = [RunState.SUBMITTING, RunState.ACTIVE, RunState.HELD]
+    runs = [] if history is None else history.list_runs(user=user, states=states)
+    return [run for run in runs if (own := run.config.checkpoint.directory) is not None and _same(own, directory)]
+
+
+def left_names(runs: Sequence[Run], found: Sequence[Examined]) -> set[str]:
+    """Of those that some run has stepped back from, and that nobody has written again since."""
+    left = [(run.config.checkpoint, read_left(RunDir(run.config.run_dir))) for run in runs]
+    return {one.name for one in found for spec, marks in left if left_mark(spec, one.path) in marks}
+
+
+def protected_steps(
+    history: History | None, live: Sequence[Run], directory: Path, found: Sequence[Examined]
+) -> set[int]:
+    """What attempts of `live` runs have loaded: by their batch script's word, and, as that may be missing, what was the newest
+    whole one when they started. And what a pointer file names."""
     pointer = pointed_at(directory)
     steps = {pointer[1]} if pointer is not None and pointer[1] is not None else set()
-    live = (
-        []
-        if history is None
-        else history.list_runs(user=user, states=[RunState.SUBMITTING, RunState.ACTIVE, RunState.HELD])
-    )
-    for run in live:
-        if run.config.checkpoint.directory is not None and _same(run.config.checkpoint.directory, directory):
-            assert history is not None  # noqa: S101 - else there are no runs
-            steps |= _loaded(history, run, found)
-    return steps
+    return steps.union(*(_loaded(history, run, found) for run in live if history is not None))
 
 
 def _loaded(history: History, run: Run, found: Sequence[Examined]) -> set[int]:

@@ -56,6 +56,8 @@ class Supervisor:
     hung: dict[int, dict[str, Any] | None] = field(default_factory=dict)
     """By run, those with an incident whose job may still run (in the present tick, of one scheduler); with what was written of
     it where it is new."""
+    saves_looked_mono: dict[int, float] = field(default_factory=dict)
+    """By run: when this process last looked at how it saves."""
     diagnosis_left_s: float = 0.0
     """What is left of DIAGNOSIS_S in the present tick."""
     memory: dict[int, Watch] = field(default_factory=dict)

@@ -36,6 +36,7 @@ from krea_runner.model import (
     Symptom,
     Watch,
 )
+from krea_runner.observe.answered import begin_round
 from krea_runner.observe.snapshot import observe
 from krea_runner.schedulers import Scheduler
 from krea_runner.schedulers.nodelist import NodelistError, expand
@@ -45,6 +46,9 @@ from krea_runner.supervise.collect import begin_collections
 from krea_runner.supervise.diagnosis import diagnosed, keep_diagnosis, refine
 from krea_runner.supervise.evidence import evidence_document, write_evidence
 from krea_runner.supervise.lease import take_leases
+from krea_runner.supervise.saving import new_warnings
+from krea_runner.supervise.start_from import start_of
+from krea_runner.supervise.step_back import stepped_back
 from krea_runner.supervise.submissions import LOST_SUBMISSION_S, end_ghosts, find_submission
 from krea_runner.supervise.supervisor import RunLine, Supervisor, TickReport
 from krea_runner.transport.mirror import looked_at_together
@@ -72,6 +76,7 @@ def tick(supervisor: Supervisor) -> TickReport:
 
 def _tick(supervisor: Supervisor, history: History, clock: Clock) -> TickReport:
     report = TickReport()
+    begin_round()
     supervisor.diagnosis_left_s = DIAGNOSIS_S
     runs = {
         run.run_id: run
@@ -225,10 +230,11 @@ def _tick_run(
             history.save_observations((attempt, snapshot.watch))
         _remember(supervisor, attempt, snapshot.watch)
         note_recovery(history, run, before, snapshot)
+    warned = new_warnings(supervisor, snapshot) if quiet else []
     if quiet:
         report.snapshots.append(snapshot)
         text = hang.line if job.state is JobState.RUNNING else queue_line(job)
-        return RunLine(run, text, blind=hang.blind, news=newly_slow)
+        return RunLine(run, "; ".join([text, *warned]), blind=hang.blind, news=newly_slow or bool(warned))
     return line or _conclude(supervisor, snapshot, attempt, finding or hang.finding, lease)
 
 
@@ -273,8 +279,7 @@ def _handle(
     if on_record is not None:
         return _on_record(supervisor, snapshot, on_record)
     finding, told = diagnosed(supervisor, replace(snapshot, attempt=attempt), finding)
-    newest = snapshot.checkpoints.newest
-    checkpoint_step = newest.step if newest else None
+    start = start_of(run.config, snapshot.checkpoints, now=snapshot.wall_at, dry_run=supervisor.dry_run or not may_act)
     job = snapshot.job
     back, held = job is not None and job.restart_count > attempt.key.restart_count, is_held_by_slurm(job)
     decision = decide(
@@ -282,14 +287,20 @@ def _handle(
             finding=finding,
             policy=run.config.policy,
             earlier=earlier,
-            checkpoint_step=checkpoint_step,
+            checkpoint_step=start.step,
             exit_codes=frozenset(exit_codes(snapshot)),
             now=snapshot.wall_at,
+            checkpoints_unseen=bool(snapshot.checkpoints.problems),
             requeue_allowed=job.requeue_allowed if job else False,
             back_in_queue=back,
             held_by=held if back else "",
         )
     )
+    if may_act:
+        attempts = history.attempts(run.run_id)
+        decision = stepped_back(
+            snapshot, attempt, finding, decision, earlier, attempts, start, dry_run=supervisor.dry_run
+        )
     line = RunLine(run, f"{finding.line} → {decision.kind}: {decision.reason}", news=True)
     if supervisor.dry_run:
         return line
@@ -299,7 +310,7 @@ def _handle(
         attempt,
         finding,
         decision,
-        checkpoint_step=checkpoint_step,
+        checkpoint_step=start.step,
         now=supervisor.clock.wall(),
         run_state=_STATE_AFTER.get(decision.kind) if may_act else None,
         action=None if kind is None else (kind, attempt.key.restart_count),
@@ -474,6 +485,7 @@ def look(supervisor: Supervisor, report: TickReport) -> bool:
         if snapshot.attempt is not None and snapshot.job is not None and snapshot.job.state is JobState.RUNNING
     ]
     due = False
+    begin_round()
     with looked_at_together([(run.config, attempt.key) for run, _, attempt in running]):
         for run, job, attempt in running:
             try:

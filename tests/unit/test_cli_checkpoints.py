@@ -138,8 +138,9 @@ def test_prune_deletes_what_no_rule_keeps(saved) -> None:
     assert "deleted 1 checkpoint" in done.stdout
 
 
-def test_prune_without_a_rule_is_refused(saved) -> None:
-    assert typed("prune", saved, "--delete").exit_code == 1
+def test_prune_without_a_rule_is_a_usage_error(saved) -> None:
+    assert typed("prune", saved, "--delete").exit_code == 2
+    assert typed("prune", saved, "--keep-best", 1, "--delete").exit_code == 2
     assert len(names(saved)) == 4
 
 

@@ -585,7 +585,10 @@ def test_the_defaults_on_the_reference_page_are_the_programs(toml) -> None:
         lines.append(f"[{table}]")
         for key in TABLES[table]:
             if key.default != "none":
-                value = key.default if key.default[0] in "[0123456789" and key.default[-1] in "]0123456789" else None
+                plain = key.default in {"true", "false"} or (
+                    key.default[0] in "[0123456789" and key.default[-1] in "]0123456789"
+                )
+                value = key.default if plain else None
                 lines.append(f"{key.name} = {value or json.dumps(key.default)}")
     stated = load_run(toml("\n".join(lines)))
     assert dataclasses.asdict(dataclasses.replace(stated, env={}, slurm={})) == dataclasses.asdict(

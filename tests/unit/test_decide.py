@@ -46,6 +46,7 @@ TABLE = [
     # what happened, decision, a word of the reason
     ("a crash", {}, K.REQUEUE, "from step 100"),
     ("a crash before any checkpoint", {"checkpoint_step": None}, K.REQUEUE, "from the start"),
+    ("checkpoints not seen", {"checkpoint_step": None, "checkpoints_unseen": True}, K.REQUEUE, "could not see"),
     ("a hang", {"finding": finding(Symptom.HANG, "rank_stopped")}, K.REQUEUE, "restart 1 of 3"),
     ("a node failure", {"finding": finding(Symptom.NODE_FAIL, "node_fail")}, K.REQUEUE, "restart 1 of 3"),
     ("a time limit", {"finding": finding(Symptom.TIME_LIMIT, "time_limit")}, K.REQUEUE, "not charged"),

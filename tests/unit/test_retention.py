@@ -67,3 +67,10 @@ def test_half_written_ones_go_only_when_asked() -> None:
     found = [*steps(10, 20), Candidate("x", 5, "unfinished")]
     assert gone(found, Kept(last=1)) == set()
     assert gone(found, Kept(last=1, unfinished=False)) == {"x"}
+
+
+def test_after_a_step_back_the_two_that_are_left_to_it_stay() -> None:
+    found = [Candidate(f"step_{step}", step, "whole") for step in (10, 20, 30, 40)]
+    assert gone(found, Kept(last=1), left={"step_40"}) == {"step_10"}
+    assert gone(found, Kept(last=1), left={"step_40", "step_30"}) == {"step_30"}
+    assert gone(found, Kept(last=1)) == {"step_10", "step_20"}

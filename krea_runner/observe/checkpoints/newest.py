@@ -36,6 +36,23 @@ def read_checkpoints(spec: CheckpointSpec) -> CheckpointReading:
     return CheckpointReading(incomplete=tuple(incomplete))
 
 
+def whole_checkpoints(spec: CheckpointSpec, *, most: int) -> list[Checkpoint]:
+    """The newest whole ones by the user's own rule, newest first. Empty where they cannot be seen."""
+    if spec.directory is None:
+        return []
+    found: list[Checkpoint] = []
+    try:
+        with os.scandir(spec.directory) as entries:
+            names = [entry.name for entry in entries]
+        for step, name in steps(spec.pattern, names):
+            path = spec.directory / name
+            if len(found) < most and (not spec.complete or _is_file(path / spec.complete)):
+                found.append(Checkpoint(step, path))
+    except OSError:
+        return []
+    return found
+
+
 def _is_file(path: Path) -> bool:
     """Path.is_file of Python 3.14 says False to what it could not see; this raises OSError."""
     try:
