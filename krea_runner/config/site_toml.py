@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from krea_runner.config.durations import parse_duration
 from krea_runner.errors import ConfigError
 
 VARIABLE = "KREA_RUNNER_SITE"
 CLUSTER = Path("/etc/krea_runner/site.toml")
-KEYS = ("signatures", "cause")
+KEYS = ("signatures", "cause", "files")
+FILES_KEYS = ("answer_within",)
 MAX_BYTES = 1 << 20
+# A busy NFS server answers within a second or two, one that restarts not within a tick.
+ANSWER_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +50,34 @@ def read_site(path: Path) -> Site:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error}", hint="see docs/reference/site-toml.md") from None
     problems = [f"unknown key {name!r}; {nearest(name, KEYS)}" for name in document if name not in KEYS]
+    problems += _problems_of_files(document.get("files", {}))
     if problems:
         count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
         raise ConfigError(f"{path} has {count}", problems=problems, hint="all keys: docs/reference/site-toml.md")
     return Site(path, document)
+
+
+def answer_within_s() -> float:
+    """How long the files of one run may keep a look waiting. Raises: ConfigError."""
+    for path in site_files():
+        value = read_site(path).document.get("files", {}).get("answer_within")
+        if value is not None:
+            return parse_duration(value)
+    return ANSWER_S
+
+
+def _problems_of_files(table: Any) -> list[str]:
+    if not isinstance(table, dict):
+        return [f"files: a table is wanted, [files], not {table!r}"]
+    problems = [
+        f"[files]: unknown key {name!r}; {nearest(name, FILES_KEYS)}" for name in table if name not in FILES_KEYS
+    ]
+    try:
+        if "answer_within" in table and not 1 <= parse_duration(table["answer_within"]) <= 60:
+            problems.append(f"[files] answer_within: 1 s to 60 s are possible, not {table['answer_within']!r}")
+    except ValueError as error:
+        problems.append(f"[files] answer_within: {error}")
+    return problems
 
 
 def nearest(name: str, right: tuple[str, ...]) -> str:

@@ -1,8 +1,10 @@
 """Reads the world of one run into one Snapshot. The only reader; it changes nothing."""
 
 from dataclasses import replace
+from functools import partial
 
 from krea_runner.clock import Clock
+from krea_runner.errors import FilesUnavailable
 from krea_runner.model import (
     Attempt,
     CheckpointReading,
@@ -15,6 +17,7 @@ from krea_runner.model import (
     Snapshot,
     Watch,
 )
+from krea_runner.observe.answered import answered
 from krea_runner.observe.checkpoints import read_checkpoints
 from krea_runner.observe.heartbeats import read_heartbeats
 from krea_runner.observe.logs import read_logs, read_script_end
@@ -30,16 +33,42 @@ _TICKING = frozenset({JobState.RUNNING, JobState.COMPLETING})
 def observe(run: Run, job: JobRecord | None, attempt: Attempt | None, memory: Watch | None, clock: Clock) -> Snapshot:
     """`memory` is what the last look at this attempt left behind; the snapshot's `watch` is what this one leaves.
 
-    Raises: FilesUnavailable, where files are read over SFTP.
+    Raises: FilesUnavailable, where files are read over SFTP, or their file system does not answer. Without an answer from that
+    of the checkpoints alone, they are not known.
     """
     config = mirrored(run.config, attempt.key if attempt else None)
-    wall, mono = clock.wall(), clock.mono()
-    checkpoints = read_checkpoints(config.checkpoint)
-    if checkpoints.newest is not None and run.config.checkpoint.directory is not None:
-        path = run.config.checkpoint.directory / checkpoints.newest.path.name  # as the job calls it
-        checkpoints = replace(checkpoints, newest=replace(checkpoints.newest, path=path))
+    checkpoints = _checkpoints(run.config, config)
     if attempt is None:
-        return Snapshot(run=run, wall_at=wall, mono=mono, job=job, checkpoints=checkpoints)
+        return Snapshot(run=run, wall_at=clock.wall(), mono=clock.mono(), job=job, checkpoints=checkpoints)
+    read = partial(_snapshot, run, config, job, attempt, checkpoints, memory, clock)
+    return answered(config, config.run_dir, read)
+
+
+def _checkpoints(named: RunConfig, config: RunConfig) -> CheckpointReading:
+    """`config`: with its directories where they can be read; the result has them as the job calls them."""
+    directory = config.checkpoint.directory
+    if directory is None or named.checkpoint.directory is None:
+        return CheckpointReading()
+    try:
+        found = answered(config, directory, partial(read_checkpoints, config.checkpoint))
+    except FilesUnavailable as error:
+        return CheckpointReading(problems=(f"checkpoints: {error}",))
+    if found.newest is None:
+        return found
+    return replace(found, newest=replace(found.newest, path=named.checkpoint.directory / found.newest.path.name))
+
+
+def _snapshot(
+    run: Run,
+    config: RunConfig,
+    job: JobRecord | None,
+    attempt: Attempt,
+    checkpoints: CheckpointReading,
+    memory: Watch | None,
+    clock: Clock,
+) -> Snapshot:
+    """What is below the run directory, and the log of an adopted job. On a thread: it touches no state but its own."""
+    wall, mono = clock.wall(), clock.mono()
     run_dir = RunDir(config.run_dir)
     heartbeats = read_heartbeats(run_dir.heartbeats(attempt.key), str(attempt.key))
     log = read_logs(run_dir, attempt.key, run.config.job_log)

@@ -26,6 +26,7 @@ from krea_runner.errors import (
 )
 from krea_runner.history.store import History, Lease, LeaseLost
 from krea_runner.model import Action, ActionKind, ActionStage, Attempt, AttemptKey, JobRecord, JobState, Run, RunState
+from krea_runner.observe.answered import answered
 from krea_runner.observe.snapshot import observe
 from krea_runner.rundir import RunDir
 from krea_runner.schedulers import Scheduler
@@ -311,7 +312,8 @@ def _start_was_refused(work: Work, job: JobRecord) -> bool:
     attempt = AttemptKey(job.job_id, job.restart_count)
     if work.run.config.job_log is not None:  # an adopted job's script says nothing: the next tick takes it for a crash
         return False
-    never_began = not RunDir(mirrored(work.run.config, attempt).run_dir).script_events(attempt).exists()
+    config = mirrored(work.run.config, attempt)
+    never_began = not answered(config, config.run_dir, RunDir(config.run_dir).script_events(attempt).exists)
     refused = (job.exit_code, job.signal or 0) == (1, 0)  # not 15:53, an output that cannot be opened
     return refused and job.restart_count > work.action.restart_count and never_began
 
@@ -346,7 +348,7 @@ def _resubmit(work: Work, history: History, clock: Clock) -> None:
 
 def _end_old_job(work: Work, history: History, clock: Clock) -> None:
     """Never two live attempts of one run: the old job first, unless its id is another's by now."""
-    job, action = _read(work, history), work.action
+    job, action, config = _read(work, history), work.action, work.run.config
     if job is not None and job.state is JobState.UNKNOWN:
         return
     if job is not None and job.state is JobState.COMPLETED and action.incident_id is not None:
@@ -362,7 +364,7 @@ def _end_old_job(work: Work, history: History, clock: Clock) -> None:
             _still_ours(work, history)
             work.scheduler.cancel(action.job_id)
             work.cancel_sent = True
-    elif work.run.config.files == "mounted" and not RunDir(work.run.config.run_dir).script.is_file():
+    elif config.files == "mounted" and not answered(config, config.run_dir, RunDir(config.run_dir).script.is_file):
         why = "there is no batch script of ours to submit again; submit it by hand, then: krea-runner adopt JOBID"
         _give_up(work, history, clock, RunState.HELD, why)
     else:

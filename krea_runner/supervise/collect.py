@@ -17,10 +17,11 @@ from typing import Any
 
 from krea_runner.clock import Clock
 from krea_runner.diagnose.stacks import stacks_text
-from krea_runner.errors import KreaRunnerError, SchedulerError, fault_line
+from krea_runner.errors import FilesUnavailable, KreaRunnerError, SchedulerError, fault_line
 from krea_runner.history.evidence import add_evidence
 from krea_runner.history.store import History
 from krea_runner.model import ActionKind, ActionStage, AttemptKey, Incident, JobRecord, JobState, Run, RunConfig
+from krea_runner.observe.answered import answered
 from krea_runner.proc import Completed
 from krea_runner.rundir import RunDir
 from krea_runner.schedulers import Scheduler
@@ -264,8 +265,9 @@ def _read_back(config: RunConfig, key: AttemptKey) -> dict[str, Any] | None:
     """evidence.json as an earlier supervisor wrote it; None where it is on another host, or not to be read."""
     if config.files == "sftp":
         return None
+    path = RunDir(config.run_dir).incident(key) / "evidence.json"
     try:
-        document = json.loads((RunDir(config.run_dir).incident(key) / "evidence.json").read_bytes())
-    except (OSError, ValueError):
+        document = json.loads(answered(config, config.run_dir, path.read_bytes))
+    except (OSError, ValueError, FilesUnavailable):
         return None
     return document if isinstance(document, dict) else None

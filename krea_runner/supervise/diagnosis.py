@@ -8,12 +8,14 @@ load is loaded before there is an incident.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from krea_runner.errors import KreaRunnerError, fault_line
 from krea_runner.history.diagnoses import note_diagnosis
 from krea_runner.model import EXPLAINED, Diagnosis, Finding, Incident, Snapshot, Suspect, Symptom
+from krea_runner.observe.answered import answered
 from krea_runner.observe.logs import printable
 from krea_runner.rundir import RunDir
 from krea_runner.supervise.evidence import write_evidence
@@ -45,7 +47,8 @@ def diagnosed(
             return finding, None
         if begun >= until:
             raise KreaRunnerError("logs not read: this tick's time for that is spent")
-        diagnosis, told = _diagnose(snapshot, finding, lambda: clock.mono() >= until, ends)
+        read = partial(_diagnose, snapshot, finding, lambda: clock.mono() >= until, ends)
+        diagnosis, told = answered(snapshot.run.config, snapshot.run.config.run_dir, read)
     except Exception as error:  # noqa: BLE001
         diagnosis = Diagnosis("unknown_failure", problems=(printable(fault_line(error)),))
     finally:
@@ -60,7 +63,9 @@ def refine(supervisor: Supervisor, snapshot: Snapshot, incident: Incident) -> No
     if incident.finding.symptom is not Symptom.HANG or config.files == "sftp" or attempt is None:
         return
     folder = RunDir(config.run_dir).incident(attempt.key)
-    ends = _read_before(folder / "diagnosis.json") if was_collected(folder) else {}
+    ends = answered(
+        config, config.run_dir, lambda: _read_before(folder / "diagnosis.json") if was_collected(folder) else {}
+    )
     if not ends:
         return
     finding, told = diagnosed(supervisor, snapshot, incident.finding, ends)

@@ -14,6 +14,7 @@ from typing import Any
 
 from krea_runner.errors import FilesUnavailable
 from krea_runner.model import AttemptKey, Finding, RunConfig, Snapshot
+from krea_runner.observe.answered import answered
 from krea_runner.rundir import RunDir
 from krea_runner.transport.mirror import local_copy, put_files
 
@@ -47,11 +48,15 @@ def write_evidence(
         except FilesUnavailable:  # the connection is what fails first, often for the reason that the run did
             folder = local_copy(config).incident(key)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            partial = folder / f".{name}.{os.getpid()}"
-            partial.write_text(text)
-            partial.replace(folder / name)
-    except OSError:
+        answered(config, config.run_dir, lambda: _write(folder, texts))
+    except (OSError, FilesUnavailable):
         return None
     return folder / "evidence.json"
+
+
+def _write(folder: Path, texts: Mapping[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        partial = folder / f".{name}.{os.getpid()}"
+        partial.write_text(text)
+        partial.replace(folder / name)

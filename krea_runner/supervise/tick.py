@@ -36,6 +36,7 @@ from krea_runner.model import (
     Symptom,
     Watch,
 )
+from krea_runner.observe.answered import begin_round
 from krea_runner.observe.snapshot import observe
 from krea_runner.schedulers import Scheduler
 from krea_runner.schedulers.nodelist import NodelistError, expand
@@ -75,6 +76,7 @@ def tick(supervisor: Supervisor) -> TickReport:
 
 def _tick(supervisor: Supervisor, history: History, clock: Clock) -> TickReport:
     report = TickReport()
+    begin_round()
     supervisor.diagnosis_left_s = DIAGNOSIS_S
     runs = {
         run.run_id: run
@@ -483,6 +485,7 @@ def look(supervisor: Supervisor, report: TickReport) -> bool:
         if snapshot.attempt is not None and snapshot.job is not None and snapshot.job.state is JobState.RUNNING
     ]
     due = False
+    begin_round()
     with looked_at_together([(run.config, attempt.key) for run, _, attempt in running]):
         for run, job, attempt in running:
             try:
