@@ -273,7 +273,9 @@ TABLES: dict[str, tuple[Key, ...]] = {
         Key("max_restarts", count(0), "Restarts after crashes and hangs within `window`.", "20"),
         Key("window", parse_duration, "What `max_restarts` is counted over.", "1d"),
         Key("no_progress_limit", count(1), "Restarts after the same failure without a newer checkpoint, then hold.", "2"),
-        Key("never_restart_exit_codes", exit_codes, "Exit codes that mean: a restart makes no sense.", "[93]"),
+        Key("never_restart_exit_codes", exit_codes, "Exit codes that mean: a restart makes no sense. 93 always is one.", "[93]"),
+        Key("always_restart_exit_codes", exit_codes, "Exit codes after which the run is restarted whatever its logs say and "
+            "even without a newer checkpoint, as long as the budget lasts. They win over the ones above, 93 included.", "[]"),
     ),
     "evidence": (
         Key("collect", yes_or_no, "Whether a hung step is looked at before it is killed ([evidence](evidence.md)).", "true"),

@@ -25,8 +25,9 @@ def config_from_json(text: str) -> RunConfig:
     if checkpoint.get("directory") is not None:
         checkpoint["directory"] = Path(checkpoint["directory"])
     policy = plain["policy"]
-    if "never_restart_exit_codes" in policy:
-        policy["never_restart_exit_codes"] = tuple(policy["never_restart_exit_codes"])
+    for codes in ("never_restart_exit_codes", "always_restart_exit_codes"):
+        if codes in policy:
+            policy[codes] = tuple(policy[codes])
     budgets = plain["budgets"]
     budgets["fixed"] = tuple(budgets.get("fixed", [key.removesuffix("_s") for key in budgets if key.endswith("_s")]))
     slurm = plain["slurm"]

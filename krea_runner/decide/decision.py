@@ -12,6 +12,7 @@ from krea_runner.model import Decision, DecisionKind, Finding, Incident, Policy,
 
 # A restart after one of these is charged to the budget. A time limit or a preemption is not a crash (design rule 1).
 CHARGED = frozenset({Symptom.HANG, Symptom.CRASH, Symptom.NODE_FAIL})
+NEVER = 93  # of nvidia-resiliency-ext's launcher: a restart makes no sense
 RESTARTS = frozenset({DecisionKind.REQUEUE, DecisionKind.RESUBMIT})
 
 # Causes of which a restart would only make more of the same, and what a person should do.
@@ -72,7 +73,8 @@ def _already_requeued(case: Case) -> Decision | None:
 
 
 def _never_restart(case: Case) -> Decision | None:
-    codes = sorted(case.exit_codes & set(case.policy.never_restart_exit_codes))
+    never = {NEVER, *case.policy.never_restart_exit_codes} - set(case.policy.always_restart_exit_codes)
+    codes = sorted(case.exit_codes & never)
     if codes and case.finding.symptom is Symptom.CRASH:
         return Decision(DecisionKind.HOLD, f"exit code {codes[0]} means: do not restart")
     return None
@@ -83,12 +85,21 @@ def _for_a_person(case: Case) -> Decision | None:
     return None if what is None else Decision(DecisionKind.HOLD, what)
 
 
+def _is_always_restarted(case: Case) -> bool:
+    always = case.exit_codes.intersection(case.policy.always_restart_exit_codes)
+    return case.finding.symptom is Symptom.CRASH and bool(always)
+
+
 def _diagnosed(case: Case) -> Decision | None:
+    if _is_always_restarted(case):
+        return None
     why = speaks_against_restart(case.finding, case.checkpoint_step, _since_last_hold(case.earlier))
     return Decision(DecisionKind.HOLD, why) if why else None
 
 
 def _no_progress(case: Case) -> Decision | None:
+    if _is_always_restarted(case):
+        return None
     early = case.finding.cause in _BEFORE_ANY_STEP
     if case.finding.symptom not in CHARGED or (case.checkpoint_step is None and not early):
         return None  # unknown progress never counts as none

@@ -77,7 +77,10 @@ class Policy:
     no_progress_limit: int = 2
     """Restarts in a row after the same failure that brought no newer complete checkpoint; then a person must look."""
     never_restart_exit_codes: tuple[int, ...] = (93,)
-    """93 is what nvidia-resiliency-ext's launcher exits with when a restart makes no sense."""
+    """Besides 93, which nvidia-resiliency-ext's launcher exits with when a restart makes no sense."""
+    always_restart_exit_codes: tuple[int, ...] = ()
+    """Neither the logs nor a checkpoint that stays the same keep these from a restart; only the budget does. They win over
+    those that mean never."""
 
 
 @dataclass(frozen=True, slots=True)

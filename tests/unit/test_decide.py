@@ -59,6 +59,40 @@ TABLE = [
         "already back",
     ),
     ("an exit code that means never", {"exit_codes": frozenset({143, 93})}, K.HOLD, "exit code 93"),
+    (
+        "93, which means never beside the user's own list",
+        {"exit_codes": frozenset({93}), "policy": Policy(never_restart_exit_codes=(2,))},
+        K.HOLD,
+        "exit code 93",
+    ),
+    (
+        "93, where the user says that it means always",
+        {"exit_codes": frozenset({93}), "policy": Policy(always_restart_exit_codes=(93,))},
+        K.REQUEUE,
+        "",
+    ),
+    (
+        "an exit code that means always, the third time at one checkpoint",
+        {
+            "exit_codes": frozenset({7}),
+            "policy": Policy(max_restarts=3, always_restart_exit_codes=(7,)),
+            "checkpoint_step": 50,
+            "earlier": [incident(1), incident(2)],
+        },
+        K.REQUEUE,
+        "restart 3 of 3",
+    ),
+    (
+        "an exit code that means always, the budget spent",
+        {
+            "exit_codes": frozenset({7}),
+            "policy": Policy(max_restarts=2, always_restart_exit_codes=(7,)),
+            "checkpoint_step": 50,
+            "earlier": [incident(1), incident(2)],
+        },
+        K.HOLD,
+        "budget spent",
+    ),
     ("a job that may not be requeued", {"requeue_allowed": False}, K.RESUBMIT, "as a new job"),
     (
         "a node failure that Slurm requeued",
