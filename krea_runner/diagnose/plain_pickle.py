@@ -1,10 +1,11 @@
 """A pickle of containers, text, numbers, booleans and None from a file that nobody vouches for: bytes in, the value out.
 
-`pickle.Unpickler` in C reads a Flight Recorder dump several times as fast as a loop over its opcodes in Python, and with
-`find_class` blocked it runs no code. But a 20-byte file can make it allocate 64 GB (LONG_BINPUT), a nested tuple as a key of a table overflows
-the C stack or is hashed for ever, and a million chosen numbers as keys take hours. So each opcode is looked at first (a regular
-expression over those of fixed width, in C too): another than of plain data is refused, memo numbers are bounded, and what makes
-a tuple or fills a table is rewritten so that it comes by `persistent_load`, where keys must be text and a tuple becomes a list.
+`pickle.Unpickler` in C reads a Flight Recorder dump several times as fast as a loop over its opcodes in Python, and
+with `find_class` blocked it runs no code. But a 20-byte file can make it allocate 64 GB (LONG_BINPUT), a nested tuple
+as a key of a table overflows the C stack or is hashed for ever, and a million chosen numbers as keys take hours. So
+each opcode is looked at first (a regular expression over those of fixed width, in C too): another than of plain data
+is refused, memo numbers are bounded, and what makes a tuple or fills a table is rewritten so that it comes by
+`persistent_load`, where keys must be text and a tuple becomes a list.
 """
 
 import io
