@@ -3,7 +3,8 @@
 A job lives in ROOT/jobs/<id>/ and has a shepherd process (local_job.py) that outlives whoever submitted it. Several
 "nodes" are names that ranks are told; all jobs run at once, nothing limits what they use.
 
-A job whose shepherd is gone (killed, machine rebooted) reads NODE_FAIL, and what is left of it is killed.
+A running job whose shepherd is gone (killed, machine rebooted) reads NODE_FAIL, and what is left of it is killed; one that
+waits gets another.
 """
 
 import contextlib
@@ -63,7 +64,9 @@ class LocalScheduler:
     def _record(self, job_id: str) -> JobRecord:
         home = self._home(job_id)
         job = load(home)
-        if not job.state.is_ended and not shepherd_is_alive(job):
+        if job.state.is_queued and not shepherd_is_alive(job):  # whoever queued it was killed before it could start one
+            self._start_shepherd(job_id)
+        elif not job.state.is_ended and not shepherd_is_alive(job):
             job = self._bury(home)
         return JobRecord(
             job_id=job_id,

@@ -12,7 +12,16 @@ from pathlib import Path
 
 from krea_runner.model import JobState
 from krea_runner.schedulers.local import REQUEUE_DELAY_S
-from krea_runner.schedulers.local_state import MARKER, LocalJob, identity, kill_marked, load, locked, save
+from krea_runner.schedulers.local_state import (
+    MARKER,
+    LocalJob,
+    identity,
+    kill_marked,
+    load,
+    locked,
+    save,
+    shepherd_is_alive,
+)
 
 # Between TERM and KILL. Slurm's default is 30 s; on one's own machine nobody wants to wait for that.
 KILL_WAIT_S = 3.0
@@ -33,7 +42,7 @@ def main() -> None:
     os.chdir("/")
     with locked(home):
         job = load(home)
-        if job.state.is_ended:
+        if job.state.is_ended or (job.shepherd and shepherd_is_alive(job)):
             return
         job.shepherd = identity(os.getpid())
         save(home, job)

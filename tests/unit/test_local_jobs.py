@@ -14,7 +14,7 @@ import pytest
 from krea_runner.errors import SchedulerError, SchedulerOutputError
 from krea_runner.model import JobState
 from krea_runner.schedulers.local import LocalScheduler
-from krea_runner.schedulers.local_state import load, marked
+from krea_runner.schedulers.local_state import load, locked, marked, save
 from tests.conftest import until
 
 
@@ -167,3 +167,19 @@ def test_a_missing_program_is_a_failure_that_says_so(bench: Bench) -> None:
     job_id = bench.submit("srun /no/such/program")
     bench.wait(job_id, JobState.FAILED)
     assert "/no/such/program" in bench.output
+
+
+def test_a_waiting_job_whose_shepherd_is_gone_gets_another(bench: Bench) -> None:
+    """A requeue whose caller was killed before it could start one: found by killing supervisors at each of their points."""
+    job_id = bench.submit("exit 1")
+    bench.wait(job_id, JobState.FAILED)
+    with locked(home := bench.scheduler.root / "jobs" / job_id):
+        job = load(home)
+        job.back_to_queue(time.time() + 600)
+        job.restart_count, job.submitted_at = 1, time.time() - 3600
+        save(home, job)
+    assert bench.state(job_id) is JobState.PENDING
+    until(lambda: bench.job(job_id).shepherd, "another shepherd")
+    bench.scheduler.start_now(job_id)
+    bench.wait(job_id, JobState.FAILED)
+    assert bench.job(job_id).restart_count == 1
